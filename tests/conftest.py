@@ -1,0 +1,71 @@
+"""What every test shares: one thread, a cache of its own, and tests that fit what is installed.
+
+Set before anything imports torch: results on CPU depend on the number of threads, and two test
+processes on two cores must not each start two.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ.setdefault("AUTOTUNE_CACHE", str(ROOT / "build" / "test-cache"))
+
+TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "gguf", "autotune.trainer")
+"""Modules of the extra `train`, and the package that is made of them."""
+
+
+@cache
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def needs_train(path: Path) -> bool:
+    """Whether a test file imports, anywhere in it, something that the light core does not have."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if any(name == train or name.startswith(f"{train}.") for name in names for train in TRAIN):
+            return True
+    return False
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In an environment without torch the light tests still run; see `pytest_report_header`."""
+    if collection_path.suffix != ".py" or installed("torch"):
+        return None
+    return True if needs_train(collection_path) else None
+
+
+def pytest_report_header() -> str:
+    if installed("torch"):
+        return "autotune: core and trainer"
+    return "autotune: core only, torch is not installed; test files that need it are left out"
+
+
+@cache
+def cuda() -> bool:
+    if not installed("torch"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not cuda():
+        pytest.skip("needs a CUDA device")
