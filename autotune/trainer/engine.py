@@ -7,10 +7,12 @@ with float32 masters, nccl) run the same lines. What the file promises, and how:
 * *The loop owns the accumulation boundary.* `backward(loss, last=...)` sets it each time, and
   DeepSpeed's own count of micro-batches is configured to 1 and never used. Gradients are **summed**
   over ranks, so a loss divided by the global number of tokens is right on any number of them.
-* *Non-finite gradients reach nothing.* DeepSpeed drops such an update at ZeRO 1 and in bfloat16; in
-  float32 at ZeRO 0 it has no such check (and no gradient norm), so norm, check and clipping are ours.
-* *The optimizer's state exists from the start.* One step with zero gradients at learning rate 0 lets
-  Adam lay out its own state, which is then zeroed. So a snapshot of rollout 0 is like any other.
+* *Non-finite gradients reach nothing.* DeepSpeed drops such an update at ZeRO 1 and in bfloat16;
+  in float32 at ZeRO 0 it has neither check nor gradient norm: there norm, check and clipping are
+  ours.
+* *The optimizer's state exists from the start.* One step with zero gradients at learning rate 0
+  lets Adam lay out its own state, which is then zeroed. So a snapshot before the first update is
+  like any other.
 * *Nothing is pickled.* State leaves and enters as plain named tensors (`state_tensors`,
   `load_state`); DeepSpeed's checkpoint calls, which unpickle, are not used.
 
@@ -53,7 +55,7 @@ class StepResult:
     """What one update did."""
 
     grad_norm: Tensor
-    """Global 2-norm before clipping, a scalar on the device; not finite when nothing was stepped."""
+    """Global 2-norm before clipping, a device scalar; not finite when nothing was stepped."""
     stepped: bool
     """False when a gradient was not finite: weights, moments and step count are as before."""
 
@@ -153,7 +155,7 @@ class Engine:
         if link is not None:
             link()
 
-    # -- what the loop trains with ---------------------------------------------------------------
+    # -- what the loop trains with -------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -246,7 +248,7 @@ class Engine:
         self._deepspeed.step()
         return StepResult(grad_norm=norm, stepped=True)
 
-    # -- taking a rollout back -------------------------------------------------------------------
+    # -- taking a rollout back -----------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """Copy weights, moments and step counts; the same buffers serve every call."""
@@ -270,7 +272,8 @@ class Engine:
 
         if snapshot != Snapshot(self._serial):
             raise TrainingError(
-                f"cannot restore {snapshot!r}: only the newest snapshot, number {self._serial}, is kept"
+                f"cannot restore {snapshot!r}: expected the newest snapshot, number {self._serial};"
+                " its buffers are reused, so restore before taking the next one"
             )
         with torch.no_grad():
             torch._foreach_copy_(self._live_tensors(), self._buffers)
@@ -292,7 +295,7 @@ class Engine:
             self._deepspeed.optimizer.zero_grad()
         self._boundary = False
 
-    # -- checkpoints -----------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Weights and moments by parameter name, whole, float32, on the CPU; a collective call."""
@@ -432,7 +435,7 @@ def _is_bfloat16(dtype: str, device_type: str) -> bool:
     return dtype == "bfloat16"
 
 
-# -- starting DeepSpeed ------------------------------------------------------------------------------
+# -- starting DeepSpeed ----------------------------------------------------------------------
 
 
 def _start_distributed() -> str:
@@ -466,7 +469,7 @@ def _leave_process_group() -> None:
 
 
 def _import_quietly() -> Any:
-    """Import DeepSpeed with its log at WARNING and on stderr: stdout belongs to the run's screen."""
+    """Import DeepSpeed, its log at WARNING and on stderr: stdout belongs to the run's screen."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # that no GPU was found is no news here
     try:
