@@ -1,0 +1,82 @@
+"""The rules. Adding one: a file with its class, one row in `POLICIES`, one test file.
+
+`PROFILES` says which rules are on: `documented` is the two documents behind the guards,
+`recommended` adds the rules marked + (X1, X2), `literal` is the documents with no guards, for study.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.errors import InputError
+from autotune.policies.base import Policy
+from autotune.policies.batch import ClipTooHigh, ClipTooLow, UpdatesInGoldenRange
+from autotune.policies.clip import HardlyAnyClipped, TooMuchClipped
+from autotune.policies.collapse import VetoAndCollapse
+from autotune.policies.integrity import AnchorHolds, RolloutsSucceed
+from autotune.policies.learning_rate import SawTooth, StepKlTrustRegion
+from autotune.policies.reference_kl import FarAndVolatile, KlBand, StuckNearReference
+
+POLICIES: dict[str, type[Policy]] = {
+    "A1": UpdatesInGoldenRange,
+    "A3": ClipTooLow,
+    "A4": ClipTooHigh,
+    "A6": AnchorHolds,
+    "B3a": StuckNearReference,
+    "B3b": FarAndVolatile,
+    "B3c": KlBand,
+    "B4a": TooMuchClipped,
+    "B4b": HardlyAnyClipped,
+    "B5a": SawTooth,
+    "B7": RolloutsSucceed,
+    "X1": StepKlTrustRegion,
+    "X2": VetoAndCollapse,
+}
+
+_DOCUMENTED = ("A1", "A3", "A4", "A6", "B3a", "B3b", "B3c", "B4a", "B4b", "B5a", "B7")
+
+PROFILES: dict[str, tuple[str, ...]] = {
+    "documented": _DOCUMENTED,
+    "recommended": (*_DOCUMENTED, "X1", "X2"),
+    "literal": _DOCUMENTED,
+}
+
+
+def build_policies(profile: str, overrides: Mapping[str, Any]) -> tuple[Policy, ...]:
+    """The rules of a profile with the recipe's changes, in order of priority.
+
+    Args:
+        profile: a key of `PROFILES`.
+        overrides: rule id -> `off`/False, `on`/True, or a mapping of the rule's parameters (which
+            also switches it on).
+
+    Raises:
+        InputError: unknown rule or parameter, with the nearest name.
+    """
+    active = dict.fromkeys(PROFILES[profile], True)
+    parameters: dict[str, Mapping[str, Any]] = {}
+    for rule, wanted in overrides.items():
+        if rule not in POLICIES:
+            raise InputError(f"unknown rule {rule!r}{_nearest(rule, POLICIES)}")
+        active[rule] = wanted not in (False, "off")
+        parameters[rule] = wanted if isinstance(wanted, Mapping) else {}
+    built = [_build(rule, parameters.get(rule, {})) for rule, on in active.items() if on]
+    return tuple(sorted(built, key=lambda policy: policy.family))
+
+
+def _build(rule: str, parameters: Mapping[str, Any]) -> Policy:
+    known = {f.name: f for f in dataclasses.fields(POLICIES[rule])}
+    for name, value in parameters.items():
+        if name not in known:
+            raise InputError(f"rule {rule} has no parameter {name!r}{_nearest(name, known)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(f"rule {rule}: {name} is {value!r}, expected a number")
+    return POLICIES[rule](**parameters)
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"

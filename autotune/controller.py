@@ -1,0 +1,512 @@
+"""The controller: a pure state machine from snapshots to decisions.
+
+    WARMUP -> OBSERVE -> (propose, apply) -> SETTLE -> EVALUATE -> keep | revert -> COOLDOWN -> OBSERVE
+    any -> HOLD (a metric is not to be trusted), any -> EMERGENCY (weights come back), and FROZEN
+
+One `step` a rollout: remember the snapshot, judge what is on probation, ask every rule, let the guards
+object, let priority choose, grant at most one change. `confirm` tells it what the trainer read back. It
+never touches the trainer, the clock or the disk: the same snapshots and read-backs always give the same
+decisions, so a journal can be replayed. All of its state is JSON (`state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.decisions import (
+    Applied,
+    Change,
+    Decision,
+    Kind,
+    Outcome,
+    Proposal,
+    Restore,
+    RunFacts,
+    State,
+    Verdict,
+    Veto,
+)
+from autotune.errors import InputError
+from autotune.guards import (
+    ALWAYS,
+    GUARDS,
+    Question,
+    bounded,
+    first_objection,
+    freeze_reason,
+    real_values,
+    sign,
+)
+from autotune.history import History, Sample
+from autotune.judge import due, judge, judge_engagement
+from autotune.knobs import KNOBS, expand
+from autotune.ledger import Ledger, Move, Probation
+from autotune.metrics import Snapshot, Validity
+from autotune.policies import PROFILES, build_policies
+from autotune.policies.base import (
+    Alarm,
+    Answer,
+    Context,
+    Emergency,
+    Engagement,
+    Hold,
+    Policy,
+    pace_for,
+)
+from autotune.policies.batch import clip_blocked
+from autotune.statistics import median
+
+AT_BOUND_WINDOWS = 5
+"""Windows at a bound after which pushing is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """The `control` section of a recipe, as plain data."""
+
+    mode: str = "act"
+    profile: str = "recommended"
+    pace: str | float = "auto"
+    pin: Sequence[str] = ()
+    policies: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise InputError(f"profile is {self.profile!r}, expected one of {', '.join(PROFILES)}")
+
+    def scale(self, rollouts: int) -> float:
+        """`pace` as a number: rollouts / 1000 within [0.1, 1] when it is auto."""
+        if isinstance(self.pace, str):
+            return min(max(rollouts / 1000, 0.1), 1.0)
+        return float(self.pace)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleStatus:
+    """One row of `autotune check`: whether a rule can act on this run, and why not."""
+
+    id: str
+    source: str
+    summary: str
+    on: bool
+    can_act: bool
+    reason: str
+
+
+class Controller:
+    """Decides, for one run, from one snapshot a rollout.
+
+    Args:
+        settings: profile, pace, pins and parameters of the rules.
+        facts: the structure of the run.
+
+    Raises:
+        InputError: unknown rule or parameter.
+    """
+
+    def __init__(self, settings: ControlSettings, facts: RunFacts) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.policies = build_policies(settings.profile, settings.policies)
+        scale = settings.scale(facts.rollouts)
+        self.pace = pace_for(scale, lr_warmup=facts.lr_warmup, staleness=facts.staleness)
+        self.history = History()
+        self.ledger = Ledger()
+        self._pending: Decision | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Config epoch of the next rollout's data."""
+        return self.ledger.epoch
+
+    @property
+    def acting(self) -> bool:
+        return self.settings.mode == "act"
+
+    # ---- one rollout -------------------------------------------------------------------------
+
+    def step(self, snapshot: Snapshot) -> Decision:
+        """Decide from one finished rollout; the only entry on the training path."""
+        if snapshot.rollout <= self.ledger.last_rollout:
+            return self._out_of_order(snapshot)
+        alarms = self._notice_other_writers(snapshot)
+        self.ledger.last_rollout = snapshot.rollout
+        self.history.add(Sample.of(snapshot))
+        ctx = self._context(snapshot)
+        answers, silent = self._ask(ctx)
+        emergency = next((a for _, a in answers if isinstance(a, Emergency)), None)
+        if emergency is not None:
+            decision = self._emergency(ctx, emergency, alarms)
+        else:
+            decision = self._tune(ctx, answers, silent, alarms)
+        self._pending = decision
+        if not self.acting:
+            self._remember_shadow(decision)
+        self.ledger.trim(snapshot.rollout)
+        return decision
+
+    def _tune(
+        self, ctx: Context, answers: list[tuple[Policy, Answer]], silent: dict[str, str], alarms: list[str]
+    ) -> Decision:
+        hold = self._hold_reason(ctx, answers)
+        alarms += [f"{a.rule}: {a.reason}" for _, a in answers if isinstance(a, Alarm)]
+        verdicts, revert = self._judge(ctx)
+        proposals = tuple(a for _, a in answers if isinstance(a, Proposal))
+        change, vetoes = (revert, ()) if revert else self._grant(ctx, proposals, hold, alarms)
+        if change is not None:
+            self._book(ctx, change, reverting=revert is not None)
+        self.ledger.frozen = self.ledger.frozen or freeze_reason(self.ledger, ctx.rollout)
+        return Decision(
+            rollout=ctx.rollout,
+            state=self._state(ctx, hold),
+            epoch=self.ledger.epoch,
+            proposals=proposals,
+            vetoes=tuple(vetoes),
+            changes=(change,) if change else (),
+            verdicts=tuple(verdicts),
+            alarms=tuple(([f"hold: {hold}"] if hold else []) + alarms),
+            silent=silent,
+            act=self.acting,
+        )
+
+    def _context(self, snapshot: Snapshot) -> Context:
+        return Context(
+            facts=self.facts,
+            snapshot=snapshot,
+            history=self.history,
+            knobs=snapshot.knobs,
+            pace=self.pace,
+            epoch=snapshot.epoch,
+            since_restore=self.ledger.since_restore,
+            engagements=self.ledger.engagements,
+            last_moves=self.ledger.last_moves,
+            emergencies=self.ledger.emergencies,
+        )
+
+    # ---- sensing -----------------------------------------------------------------------------
+
+    def _out_of_order(self, snapshot: Snapshot) -> Decision:
+        alarm = f"rollout {snapshot.rollout} came after {self.ledger.last_rollout}: ignored"
+        hold = State.HOLD
+        return Decision(snapshot.rollout, hold, self.ledger.epoch, alarms=(alarm,), act=self.acting)
+
+    def _notice_other_writers(self, snapshot: Snapshot) -> list[str]:
+        """A knob that is not what was read back has a second writer; it is then left alone."""
+        alarms = []
+        for knob, expected in self.ledger.expected.items():
+            found = snapshot.knobs.get(knob, expected)
+            if abs(found - expected) > 1e-6 * max(abs(expected), 1e-12):
+                reason = f"{knob} is {found:.4g} though {expected:.4g} was read back: another writer"
+                self.ledger.contested.setdefault(knob, reason)
+                alarms.append(reason)
+        self.ledger.expected = {k: v for k, v in snapshot.knobs.items() if k in KNOBS}
+        return alarms
+
+    def _ask(self, ctx: Context) -> tuple[list[tuple[Policy, Answer]], dict[str, str]]:
+        answers: list[tuple[Policy, Answer]] = []
+        silent: dict[str, str] = {}
+        for policy in self.policies:
+            reason = self._silent_reason(policy, ctx)
+            if reason:
+                silent[policy.id] = reason
+            else:
+                answers.append((policy, policy.propose(ctx)))
+        news = {rule: why for rule, why in silent.items() if self.ledger.silent.get(rule) != why}
+        self.ledger.silent = silent
+        return answers, news
+
+    def _silent_reason(self, policy: Policy, ctx: Context) -> str:
+        blocked = self._blocked(policy, ctx.knobs)
+        if blocked:
+            return blocked
+        for metric in policy.needs:
+            reading = ctx.snapshot.reading(metric)
+            if reading.validity is not Validity.VALID:
+                return reading.reason or f"{metric} is {reading.validity}"
+        return ""
+
+    def _blocked(self, policy: Policy, knobs: Mapping[str, float]) -> str:
+        """Structural reasons: no sensor, no reference model, no movable knob."""
+        if policy.needs_ratio and (reason := clip_blocked(self.facts, knobs)):
+            return reason
+        if reason := policy.blocked(self.facts, knobs):
+            return reason
+        movable = [all(self.facts.can_move(r) for r in expand(k)) for k in policy.moves]
+        if policy.moves and not any(movable):
+            return f"{' and '.join(policy.moves)} cannot be changed in this run"
+        return ""
+
+    def _hold_reason(self, ctx: Context, answers: Sequence[tuple[Policy, Answer]]) -> str:
+        """Why no tuning happens at this rollout: a faulty metric, or a rule that says so."""
+        holds = [f"{a.rule}: {a.reason}" for _, a in answers if isinstance(a, Hold)]
+        sensed = {metric for policy in self.policies for metric in policy.needs} | {"grad_norm", "loss"}
+        faults = [reading.reason for name, reading in ctx.snapshot.invalid() if name in sensed]
+        return "; ".join(holds + faults)
+
+    # ---- judging -----------------------------------------------------------------------------
+
+    def _judge(self, ctx: Context) -> tuple[list[Verdict], Change | None]:
+        verdicts = self._rest_engagements(ctx)
+        probation = self.ledger.probation
+        if probation is None or not due(probation, ctx):
+            return verdicts, None
+        verdict = judge(probation, ctx)
+        self.ledger.probation = None
+        self.ledger.cooldown_until = ctx.rollout + self.pace.cooldown
+        revert = self._revert(ctx, probation, verdict) if verdict.outcome is Outcome.REVERTED else None
+        return [*verdicts, verdict], revert
+
+    def _rest_engagements(self, ctx: Context) -> list[Verdict]:
+        verdicts = []
+        for policy in self.policies:
+            engagement = self.ledger.engagements.get(policy.id)
+            if engagement is not None and policy.resting(ctx):
+                knob = policy.moves[0]
+                verdicts.append(judge_engagement(policy.id, knob, engagement, ctx))
+                del self.ledger.engagements[policy.id]
+                self.ledger.anchors[policy.id] = ctx.knob(knob)
+        return verdicts
+
+    def _revert(self, ctx: Context, probation: Probation, verdict: Verdict) -> Change:
+        count = self.ledger.revert_counts.get(probation.knob, 0)
+        self.ledger.revert_counts[probation.knob] = count + 1
+        self.ledger.locks[probation.knob] = ctx.rollout + self.pace.revert_cooldown * 2**count
+        self.ledger.reverts.append(ctx.rollout)
+        real = expand(probation.knob)
+        after = max(probation.before[r] for r in real)
+        return Change(
+            rule=probation.rule,
+            knob=probation.knob,
+            before=ctx.knob(probation.knob),
+            after=after,
+            reason=f"reverted: {verdict.reason}",
+            kind=Kind.INTERVENTION,
+            values=probation.before,
+            evidence=verdict.statistics,
+        )
+
+    # ---- granting ----------------------------------------------------------------------------
+
+    def _grant(
+        self, ctx: Context, proposals: Sequence[Proposal], hold: str, alarms: list[str]
+    ) -> tuple[Change | None, list[Veto]]:
+        """At most one change: the first by priority that no guard objects to."""
+        granted: Change | None = None
+        vetoes: list[Veto] = []
+        for proposal in self._conservative_first(proposals, ctx):
+            veto = self._objection(ctx, proposal, hold, granted)
+            if veto is not None:
+                vetoes.append(veto)
+                continue
+            change = self._change(ctx, proposal)
+            if change is None:
+                vetoes.append(self._at_bound(ctx, proposal, alarms))
+                continue
+            granted = change
+        return granted, vetoes
+
+    @staticmethod
+    def _conservative_first(proposals: Sequence[Proposal], ctx: Context) -> list[Proposal]:
+        """Order by priority; on one knob the most careful value takes the first one's place."""
+        ordered: list[Proposal] = []
+        for knob in dict.fromkeys(p.knob for p in proposals):
+            same = [p for p in proposals if p.knob == knob]
+            side = KNOBS[expand(knob)[0]].conservative
+            ordered += sorted(same, key=lambda p: -side * p.value) if side else same
+        return ordered
+
+    def _objection(self, ctx: Context, proposal: Proposal, hold: str, granted: Change | None) -> Veto | None:
+        if granted is not None:
+            return Veto(proposal, "priority", f"{granted.rule} on {granted.knob} goes first")
+        guards = ALWAYS if self.settings.profile == "literal" else GUARDS
+        question = Question(proposal, ctx, self.ledger, tuple(self.settings.pin), hold)
+        objection = first_objection(question, guards)
+        return Veto(proposal, *objection) if objection else None
+
+    def _change(self, ctx: Context, proposal: Proposal) -> Change | None:
+        """The granted change, or None when the bounds leave nothing of it."""
+        now = ctx.knob(proposal.knob)
+        value = bounded(proposal, ctx, self.ledger.anchors.get(proposal.rule))
+        moves_on = sign(value - now) == sign(proposal.value - now)
+        if not moves_on or abs(value - now) <= 1e-3 * abs(now):
+            return None
+        return Change(
+            rule=proposal.rule,
+            knob=proposal.knob,
+            before=now,
+            after=value,
+            reason=proposal.reason,
+            kind=proposal.kind,
+            values=real_values(proposal.knob, value, ctx),
+            evidence=proposal.evidence,
+        )
+
+    def _at_bound(self, ctx: Context, proposal: Proposal, alarms: list[str]) -> Veto:
+        count = self.ledger.at_bound.get(proposal.knob, 0) + 1
+        self.ledger.at_bound[proposal.knob] = count
+        reason = f"{proposal.knob} {ctx.knob(proposal.knob):.4g} is at its bound"
+        if count == AT_BOUND_WINDOWS * self.pace.window:
+            alarms.append(f"{reason} for {AT_BOUND_WINDOWS} windows: not pushed any more")
+        return Veto(proposal, "bounds", reason)
+
+    def _book(self, ctx: Context, change: Change, *, reverting: bool) -> None:
+        """Write a granted change into the ledger."""
+        if not self.acting:
+            return
+        ledger, rollout = self.ledger, ctx.rollout
+        direction = sign(change.after - change.before)
+        ledger.moves.append(Move(rollout, change.knob, direction, str(change.kind)))
+        ledger.last_moves[change.rule] = rollout
+        ledger.at_bound.pop(change.knob, None)
+        if change.kind is Kind.REGULATOR:
+            self._engage(ctx, change)
+            return
+        ledger.epoch += 1
+        if not reverting:
+            ledger.probation = self._probation(ctx, change)
+
+    def _engage(self, ctx: Context, change: Change) -> None:
+        rewards = self.history.values("reward_mean", self.history.samples(self.pace.window))
+        before = sum(rewards) / len(rewards) if rewards else None
+        start = Engagement(ctx.rollout, change.before, before)
+        self.ledger.engagements.setdefault(change.rule, start)
+
+    def _probation(self, ctx: Context, change: Change) -> Probation:
+        samples = self.history.samples(self.pace.window, since=self.ledger.since_restore)
+        drift = self.history.values("kl_step", samples)
+        return Probation(
+            rule=change.rule,
+            knob=change.knob,
+            before={k: ctx.knobs[k] for k in change.values},
+            after=dict(change.values),
+            since=ctx.rollout,
+            epoch=self.ledger.epoch,
+            rewards=tuple(self.history.values("reward_mean", samples)),
+            kl_step=median(drift) if drift else None,
+        )
+
+    # ---- emergencies -------------------------------------------------------------------------
+
+    def _emergency(self, ctx: Context, call: Emergency, alarms: list[str]) -> Decision:
+        """Weights back, learning rate down; probation and engagements end with it."""
+        stop = self._stop_reason(ctx, call)
+        change = self._rate_cut(ctx, call)
+        if self.acting:
+            self._book_emergency(ctx, call, change)
+        return Decision(
+            rollout=ctx.rollout,
+            state=State.EMERGENCY,
+            epoch=self.ledger.epoch,
+            changes=(change,) if change else (),
+            restore=Restore(call.restore, call.before_rollout, call.reason),
+            alarms=(f"{call.rule}: {call.reason}", *alarms),
+            stop=stop,
+            act=self.acting,
+        )
+
+    def _rate_cut(self, ctx: Context, call: Emergency) -> Change | None:
+        knob = "actor_learning_rate"
+        proposal = Proposal(
+            call.rule, knob, ctx.knob(knob) * call.factor, call.reason, Kind.EMERGENCY, call.evidence
+        )
+        question = Question(proposal, ctx, self.ledger, tuple(self.settings.pin), "")
+        return None if first_objection(question, ALWAYS) else self._change(ctx, proposal)
+
+    def _stop_reason(self, ctx: Context, call: Emergency) -> str:
+        if call.stop:
+            return f"{call.reason}: the third collapse; restarting cannot mend this run"
+        floor = self.facts.knobs["actor_learning_rate"] / 50
+        if ctx.knobs["actor_learning_rate"] <= floor * 1.001:
+            return f"{call.reason} even at the lowest learning rate {floor:.2g}"
+        return ""
+
+    def _book_emergency(self, ctx: Context, call: Emergency, change: Change | None) -> None:
+        ledger = self.ledger
+        ledger.probation, ledger.engagements = None, {}
+        ledger.anchors.pop("X1", None)
+        ledger.epoch += 1
+        if call.restore == "checkpoint":
+            ledger.emergencies += 1
+            ledger.since_restore = ctx.rollout + 1
+        if change is not None:
+            move = Move(ctx.rollout, change.knob, -1, str(Kind.EMERGENCY))
+            ledger.moves.append(move)
+        ledger.last_moves[call.rule] = ctx.rollout
+
+    # ---- after the fact ----------------------------------------------------------------------
+
+    def confirm(self, applied: Sequence[Applied], restored: int | None) -> None:
+        """What the trainer will really use next; a knob that did not obey is left alone from now on."""
+        del restored  # the rollout index never rewinds; the trainer's state did
+        for item in applied:
+            self.ledger.expected[item.knob] = item.read_back
+            if not item.ok:
+                why = item.error or f"asked for {item.requested:.4g}, reads {item.read_back:.4g}"
+                self.ledger.contested[item.knob] = f"{item.knob} does not obey: {why}"
+        failed = {item.knob for item in applied if not item.ok}
+        probation = self.ledger.probation
+        if probation is not None and failed & set(probation.after):
+            self.ledger.probation = None
+        self._pending = None
+
+    def _remember_shadow(self, decision: Decision) -> None:
+        """In shadow nothing is applied: only the cooldown runs, so that the log stays readable."""
+        for change in decision.changes:
+            self.ledger.cooldown_until = decision.rollout + self.pace.settle + self.pace.evaluate
+            self.ledger.moves.append(Move(decision.rollout, change.knob, 0, "shadow"))
+
+    def _state(self, ctx: Context, hold: str) -> State:
+        ledger = self.ledger
+        if hold:
+            return State.HOLD
+        if ledger.frozen:
+            return State.FROZEN
+        if ledger.probation is not None:
+            settled = ctx.rollout >= ledger.probation.since + self.pace.settle
+            return State.EVALUATE if settled else State.SETTLE
+        if ctx.rollout + 1 < self.pace.warmup:
+            return State.WARMUP
+        return State.COOLDOWN if ctx.rollout < ledger.cooldown_until else State.OBSERVE
+
+    # ---- state and introspection ---------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All mutable state as plain JSON."""
+        return {"ledger": self.ledger.to_json(), "history": self.history.to_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`.
+
+        Raises:
+            RunError: if the state was written by another version.
+        """
+        self.ledger = Ledger.from_json(state["ledger"])
+        self.history = History.from_json(state["history"])
+        self._pending = None
+
+    def rules(self) -> list[RuleStatus]:
+        """For every known rule: is it on, can it act on this run, and why not."""
+        from autotune.policies import POLICIES
+
+        on = {policy.id: policy for policy in self.policies}
+        return [self._status(rule, cls, on.get(rule)) for rule, cls in POLICIES.items()]
+
+    def _status(self, rule: str, cls: type[Policy], policy: Policy | None) -> RuleStatus:
+        if policy is None:
+            reason = f"off in profile {self.settings.profile} or by the recipe"
+            return RuleStatus(rule, cls.source, cls.summary, False, False, reason)
+        reason = self._unsensed(policy) or self._blocked(policy, self.facts.knobs) or self._pinned(policy)
+        return RuleStatus(rule, cls.source, cls.summary, True, not reason, reason)
+
+    def _unsensed(self, policy: Policy) -> str:
+        for metric in policy.needs:
+            capability = self.facts.metric_capability.get(metric)
+            if capability is not None and capability.state != Validity.VALID:
+                return capability.reason or f"{metric} is {capability.state}"
+        return ""
+
+    def _pinned(self, policy: Policy) -> str:
+        held = [k for k in policy.moves if {k, *expand(k)} & set(self.settings.pin)]
+        return f"{', '.join(held)} pinned" if held and len(held) == len(policy.moves) else ""

@@ -1,0 +1,198 @@
+"""Generic limits, written once for all rules: who may speak, when, and how far.
+
+A guard looks at one proposal and answers why it must not become a change, or an empty string. The
+order of `GUARDS` is the order in which they are asked; the first reason is journalled with the
+guard's name. Limits on size (`bounded`) and the divisor lattice are here too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.decisions import Kind, Proposal
+from autotune.knobs import KNOBS, expand, fit_micro_batch, mini_batch_lattice
+from autotune.ledger import Ledger
+from autotune.policies.base import Context
+
+FLIPS_TO_FREEZE, FLIP_SPAN = 2, 100
+"""Direction changes of one knob, within this many rollouts, that freeze all tuning."""
+REVERTS_TO_FREEZE, REVERT_SPAN = 3, 200
+RATE_SPAN = 50.0
+"""Learning rates stay within [1/50, 50] x the recipe's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a guard looks at."""
+
+    proposal: Proposal
+    ctx: Context
+    ledger: Ledger
+    pinned: tuple[str, ...]
+    hold: str
+    """Why tuning is on hold at this rollout, or empty."""
+
+
+def knob_pinned(q: Question) -> str:
+    names = {q.proposal.knob, *expand(q.proposal.knob)}
+    return f"{q.proposal.knob} is pinned in the recipe" if names & set(q.pinned) else ""
+
+
+def knob_movable(q: Question) -> str:
+    for real in expand(q.proposal.knob):
+        capability = q.ctx.facts.knob_capability.get(real)
+        if capability is None or not capability.acts:
+            why = capability.reason or capability.state if capability else "this trainer has no such knob"
+            return f"{real} cannot be changed in this run: {why}"
+        if real in q.ledger.contested:
+            return q.ledger.contested[real]
+    return ""
+
+
+def integrity(q: Question) -> str:
+    return q.hold
+
+
+def warmed_up(q: Question) -> str:
+    seen = q.ctx.rollout + 1
+    return "" if seen >= q.ctx.pace.warmup else f"warm-up: {seen} of {q.ctx.pace.warmup} rollouts seen"
+
+
+def not_frozen(q: Question) -> str:
+    return q.ledger.frozen
+
+
+def one_in_flight(q: Question) -> str:
+    flying = q.ledger.probation
+    if flying is None or q.proposal.kind is Kind.REGULATOR:
+        return ""
+    return f"{flying.rule} on {flying.knob} is still being judged"
+
+
+def probation_knob(q: Question) -> str:
+    """A regulator must not move the very knob that is being judged."""
+    flying = q.ledger.probation
+    same = flying is not None and set(expand(q.proposal.knob)) & set(flying.after)
+    return f"{q.proposal.knob} is being judged" if same else ""
+
+
+def cooled_down(q: Question) -> str:
+    if q.proposal.kind is Kind.REGULATOR:
+        return ""
+    left = q.ledger.cooldown_until - q.ctx.rollout
+    if left > 0:
+        return f"cooldown: {left} more rollout(s)"
+    moves = [m for m in q.ledger.moves if m.knob == q.proposal.knob]
+    left = moves[-1].rollout + q.ctx.pace.knob_cooldown - q.ctx.rollout if moves else 0
+    return f"cooldown of {q.proposal.knob}: {left} more rollout(s)" if left > 0 else ""
+
+
+def not_locked(q: Question) -> str:
+    left = q.ledger.locks.get(q.proposal.knob, 0) - q.ctx.rollout
+    return f"{q.proposal.knob} was reverted: locked for {left} more rollout(s)" if left > 0 else ""
+
+
+def direction_kept(q: Question) -> str:
+    """No intervention turns a knob round soon after it was moved the other way."""
+    if q.proposal.kind is Kind.REGULATOR:
+        return ""
+    direction = sign(q.proposal.value - q.ctx.knob(q.proposal.knob))
+    recent = [m for m in q.ledger.moves if m.knob == q.proposal.knob and m.kind == Kind.INTERVENTION]
+    if not recent or recent[-1].direction == direction:
+        return ""
+    left = recent[-1].rollout + 2 * q.ctx.pace.knob_cooldown - q.ctx.rollout
+    return f"{q.proposal.knob} was moved the other way: {left} more rollout(s)" if left > 0 else ""
+
+
+Guard = Callable[[Question], str]
+
+ALWAYS: tuple[Guard, ...] = (knob_pinned, knob_movable, integrity)
+"""Asked in every profile, `literal` too: they protect the run, not the calm."""
+CALM: tuple[Guard, ...] = (
+    warmed_up,
+    not_frozen,
+    one_in_flight,
+    probation_knob,
+    not_locked,
+    cooled_down,
+    direction_kept,
+)
+GUARDS: tuple[Guard, ...] = (*ALWAYS, *CALM)
+
+
+def first_objection(question: Question, guards: tuple[Guard, ...]) -> tuple[str, str] | None:
+    """(guard name, reason) of the first guard that objects, or None."""
+    for guard in guards:
+        reason = guard(question)
+        if reason:
+            return guard.__name__, reason
+    return None
+
+
+def sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def bounded(proposal: Proposal, ctx: Context, anchor: float | None = None) -> float:
+    """The proposed value within the knob's bounds and, for batches, on the lattice.
+
+    `anchor` is where a regulator last came to rest: a healthy run's learning rate stays within
+    [0.1, 2] x that value instead of the wide rescue range.
+    """
+    spec = KNOBS[expand(proposal.knob)[0]]
+    now = ctx.knob(proposal.knob)
+    # A recipe may start outside the table's range; it is then never pushed further out.
+    value = min(max(proposal.value, min(spec.low, now)), max(spec.high, now))
+    if proposal.knob.endswith("learning_rate"):
+        start = ctx.facts.knobs[proposal.knob]
+        value = min(max(value, start / RATE_SPAN), start * RATE_SPAN)
+        if anchor is not None:
+            value = min(max(value, 0.1 * anchor), 2.0 * anchor)
+    return _on_lattice(proposal.knob, value, ctx)
+
+
+def _on_lattice(knob: str, value: float, ctx: Context) -> float:
+    if knob != "ppo_mini_batch_size":
+        return value
+    train, n = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"])
+    return min(mini_batch_lattice(train, n, ctx.facts.world_size), key=lambda m: abs(m - value))
+
+
+def real_values(knob: str, value: float, ctx: Context) -> dict[str, float]:
+    """The real knobs to set for one canonical change, re-derived ones included.
+
+    `clip_range` scales both sides alike; a new `ppo_mini_batch_size` brings the largest micro batch
+    that fits and is not above the recipe's.
+    """
+    if knob == "clip_range":
+        factor = value / ctx.knob(knob)
+        return {real: ctx.knobs[real] * factor for real in expand(knob)}
+    if knob != "ppo_mini_batch_size":
+        return {knob: value}
+    n, ranks = int(ctx.knobs["rollout_n"]), ctx.facts.world_size
+    wanted = int(ctx.facts.knobs["micro_batch_size"])
+    return {knob: value, "micro_batch_size": fit_micro_batch(int(value), n, ranks, wanted)}
+
+
+def freeze_reason(ledger: Ledger, rollout: int) -> str:
+    """Why all tuning must freeze, or an empty string."""
+    reverts = sum(rollout - r <= REVERT_SPAN for r in ledger.reverts)
+    if reverts >= REVERTS_TO_FREEZE:
+        return f"frozen: {reverts} reverts within {REVERT_SPAN} rollouts"
+    for knob in {m.knob for m in ledger.moves}:
+        flips = _flips(ledger, knob, rollout)
+        if flips >= FLIPS_TO_FREEZE:
+            return f"frozen: {knob} changed direction {flips} times within {FLIP_SPAN} rollouts"
+    return ""
+
+
+def _flips(ledger: Ledger, knob: str, rollout: int) -> int:
+    """Direction changes between interventions; a regulator corrects itself by design."""
+    recent = [
+        m.direction
+        for m in ledger.moves
+        if m.knob == knob and m.kind == Kind.INTERVENTION and rollout - m.rollout <= FLIP_SPAN
+    ]
+    return sum(a != b for a, b in itertools.pairwise(recent))

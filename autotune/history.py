@@ -1,0 +1,102 @@
+"""What the controller remembers of past rollouts: bounded, so that a step's cost never grows.
+
+One `Sample` is the valid scalars of one snapshot with the knob vector its data was made under.
+Windows never mix config epochs; a sensor of the trust region may also ask for samples made under
+the very same values of some knobs (`under`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.metrics import Snapshot, Validity
+
+DEPTH = 128
+"""Rollouts kept: more than any window that a rule asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    rollout: int
+    epoch: int
+    knobs: Mapping[str, float]
+    values: Mapping[str, float]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Sample:
+        readings = snapshot.readings.items()
+        values = {
+            name: r.value
+            for name, r in readings
+            if r.value is not None and r.validity is Validity.VALID and not name.startswith("time/")
+        }
+        return cls(snapshot.rollout, snapshot.epoch, dict(snapshot.knobs), values)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rollout": self.rollout,
+            "epoch": self.epoch,
+            "knobs": dict(self.knobs),
+            "values": dict(self.values),
+        }
+
+
+class History:
+    """The last `DEPTH` samples, oldest first."""
+
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+        self._samples: deque[Sample] = deque(samples, maxlen=DEPTH)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def last(self) -> Sample | None:
+        return self._samples[-1] if self._samples else None
+
+    def add(self, sample: Sample) -> None:
+        self._samples.append(sample)
+
+    def samples(
+        self,
+        n: int,
+        *,
+        epoch: int | None = None,
+        since: int = 0,
+        under: Mapping[str, float] | None = None,
+    ) -> list[Sample]:
+        """The newest run of at most n samples, cut at the first that does not belong to it.
+
+        Args:
+            n: how many at most.
+            epoch: config epoch the samples must come from.
+            since: first rollout that counts.
+            under: knob -> value that the samples must have been made under.
+        """
+        found: list[Sample] = []
+        for sample in reversed(self._samples):
+            outside = sample.rollout < since or (epoch is not None and sample.epoch != epoch)
+            if len(found) == n or outside or not _made_under(sample, under):
+                break
+            found.append(sample)
+        return found[::-1]
+
+    def values(self, metric: str, samples: Sequence[Sample]) -> list[float]:
+        """The metric over these samples, skipping those where it was not valid."""
+        return [s.values[metric] for s in samples if metric in s.values]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [s.to_json() for s in self._samples]
+
+    @classmethod
+    def from_json(cls, data: Iterable[Mapping[str, Any]]) -> History:
+        return cls(Sample(d["rollout"], d["epoch"], dict(d["knobs"]), dict(d["values"])) for d in data)
+
+
+def _made_under(sample: Sample, under: Mapping[str, float] | None) -> bool:
+    if not under:
+        return True
+    return all(sample.knobs.get(knob) == value for knob, value in under.items())

@@ -1,0 +1,265 @@
+"""What every control policy is made of: the context it reads and the three things it may answer.
+
+A policy is a frozen dataclass of its own parameters. It sees a `Context` (bounded history, the
+knobs now, the run's facts, the pace) and answers a `Proposal`, a `Hold`, an `Emergency`, or None.
+It cannot touch the trainer, the clock or the disk. Warm-up, patience, cooldown, bounds and direction
+locks are written once, in `autotune.guards`; a policy states only its own condition and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import ClassVar
+
+from autotune.decisions import Proposal, RunFacts
+from autotune.history import History, Sample
+from autotune.knobs import expand, updates_per_rollout
+from autotune.metrics import Snapshot
+from autotune.statistics import Movement, Trend, median, movement, reward_noise_sd, theil_sen
+
+
+class Family(IntEnum):
+    """Priority: lower speaks first."""
+
+    INTEGRITY = 0
+    COLLAPSE = 1
+    MEMORY = 2
+    TRUST_REGION = 3
+    ENTROPY = 4
+    REFERENCE_KL = 5
+    LEARNING_SPEED = 6
+    THROUGHPUT = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Lengths in rollouts, scaled to the run; see `pace_for`."""
+
+    warmup: int
+    window: int
+    trend: int
+    settle: int
+    evaluate: int
+    cooldown: int
+    knob_cooldown: int
+    revert_cooldown: int
+
+
+def pace_for(scale: float, *, lr_warmup: int = 0, staleness: int = 0) -> Pace:
+    """Starting constants of a thousand-rollout run times `scale`, none below its minimum.
+
+    A learning-rate warm-up is counted in the run's own rollouts and is never scaled away.
+    """
+
+    def at(rollouts: int, least: int) -> int:
+        return max(round(rollouts * scale), least)
+
+    return Pace(
+        warmup=max(at(20, 3), lr_warmup + at(10, 0) if lr_warmup else 0),
+        window=at(10, 4),
+        trend=at(50, 8),
+        settle=2 + staleness,
+        evaluate=at(10, 3),
+        cooldown=at(20, 3),
+        knob_cooldown=at(40, 4),
+        revert_cooldown=at(80, 8),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Engagement:
+    """A regulator between its first move and the day it is back in its band."""
+
+    since: int
+    start_value: float
+    reward_before: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardView:
+    """The reward over the trend window of the current epoch."""
+
+    values: tuple[float, ...]
+    noise: float
+    """Standard deviation of one rollout's mean that sampling alone explains."""
+    trend: Trend | None
+    movement: Movement
+    maximum: float | None
+
+    @property
+    def rising_well(self) -> bool:
+        return self.movement is Movement.RISING
+
+    @property
+    def plateau(self) -> bool:
+        return self.movement is Movement.PLATEAU
+
+    @property
+    def falling(self) -> bool:
+        return self.movement is Movement.FALLING
+
+    def saturated(self, share: float = 0.95) -> bool:
+        """Whether the training reward has nowhere left to go."""
+        if self.maximum is None or not self.values:
+            return False
+        return median(self.values[-4:]) >= share * self.maximum
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything a policy may read at one rollout."""
+
+    facts: RunFacts
+    snapshot: Snapshot
+    history: History
+    knobs: Mapping[str, float]
+    """The knobs that the next rollout would use, real names."""
+    pace: Pace
+    epoch: int
+    since_restore: int = 0
+    """First rollout after the last checkpoint restore; older rewards are another model's."""
+    engagements: Mapping[str, Engagement] = field(default_factory=dict)
+    last_moves: Mapping[str, int] = field(default_factory=dict)
+    """Rule -> rollout of its last granted change."""
+    emergencies: int = 0
+    """Checkpoint restores so far."""
+    gain_sd: float = 2.0
+    """Smallest gain of interest over a trend window, in noise standard deviations."""
+
+    @property
+    def rollout(self) -> int:
+        return self.snapshot.rollout
+
+    @cached_property
+    def updates(self) -> int:
+        return updates_per_rollout(self.knobs)
+
+    def value(self, metric: str) -> float | None:
+        return self.snapshot.value(metric)
+
+    def knob(self, name: str) -> float:
+        """Current value; for `clip_range` the wider of its two sides."""
+        return max(self.knobs[real] for real in expand(name))
+
+    def window(self, metric: str, n: int | None = None) -> list[float] | None:
+        """The metric over the window of this epoch; None until it was valid on all of it."""
+        size = n or self.pace.window
+        samples = self.history.samples(size, epoch=self.epoch)
+        values = self.history.values(metric, samples)
+        return values if len(values) == size else None
+
+    def level(self, metric: str) -> float | None:
+        """Median of the metric over the window, None until the window is full."""
+        values = self.window(metric)
+        return median(values) if values else None
+
+    def under(self, *knobs: str, n: int | None = None) -> list[Sample]:
+        """Newest samples made under the present values of these knobs."""
+        now = {k: self.knobs[k] for k in knobs if k in self.knobs}
+        return self.history.samples(n or self.pace.window, under=now, since=self.since_restore)
+
+    @cached_property
+    def noise(self) -> float:
+        """Noise floor of `reward_mean` from the newest reward_std, P and G."""
+        spread = [s.values["reward_std"] for s in self.history.samples(4) if "reward_std" in s.values]
+        p, g = int(self.knobs["train_batch_size"]), int(self.knobs["rollout_n"])
+        return reward_noise_sd(median(spread), p, g) if spread else 0.0
+
+    @cached_property
+    def reward(self) -> RewardView:
+        samples = self.history.samples(self.pace.trend, epoch=self.epoch, since=self.since_restore)
+        values = tuple(self.history.values("reward_mean", samples))
+        full = len(values) == self.pace.trend
+        trend = theil_sen(values) if full else None
+        moves = movement(trend, self.gain_sd * self.noise) if trend else Movement.UNDETERMINED
+        return RewardView(values, self.noise, trend, moves, self.facts.reward_maximum)
+
+    def first_level(self, metric: str) -> float | None:
+        """Median over the oldest remembered window: the run's own baseline."""
+        oldest = self.history.samples(10**9)[: self.pace.window]
+        values = self.history.values(metric, oldest)
+        return median(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """No tuning at this rollout, and why."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A first sign: said, journalled, not acted on."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emergency:
+    """Weights must come back and the learning rate must fall; outranks every guard."""
+
+    rule: str
+    restore: str
+    """`undo` or `checkpoint`."""
+    before_rollout: int
+    factor: float
+    """Learning rate is multiplied by this."""
+    reason: str
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    stop: bool = False
+    """Give up: too many emergencies."""
+
+
+Answer = Proposal | Hold | Alarm | Emergency | None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of all rules."""
+
+    id: ClassVar[str]
+    family: ClassVar[Family]
+    source: ClassVar[str]
+    """Where the rule is documented."""
+    summary: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Metrics without which the rule is silent."""
+    moves: ClassVar[tuple[str, ...]] = ()
+    """Knobs it may move; one movable knob is enough to speak."""
+    needs_ratio: ClassVar[bool] = False
+    """Reads the policy ratio, which is constant with one update per rollout."""
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        """Why this rule cannot act under these facts and knobs, or an empty string."""
+        del facts, knobs
+        return ""
+
+    def propose(self, ctx: Context) -> Answer:
+        """The rule itself; called only when every metric in `needs` is valid at this rollout."""
+        raise NotImplementedError
+
+    def resting(self, ctx: Context) -> bool:
+        """For a regulator that has moved: whether what it watches is back in its band."""
+        del ctx
+        return False
+
+
+def entropy_and_mismatch_normal(ctx: Context) -> bool:
+    """Entropy within [1/20, 1.5] of the run's own start, sampler mismatch below 0.05 nats."""
+    entropy, first = ctx.value("entropy"), ctx.first_level("entropy")
+    if entropy is not None and first and not first / 20 <= entropy <= 1.5 * first:
+        return False
+    mismatch = ctx.value("kl_mismatch")
+    return mismatch is None or mismatch < 0.05
+
+
+def signal_present(ctx: Context, limit: float = 0.6) -> bool:
+    """Enough groups with mixed rewards, and a reward that is not saturated."""
+    share = ctx.value("zero_std_fraction")
+    return (share is None or share < limit) and not ctx.reward.saturated()

@@ -1,0 +1,142 @@
+"""X2: the veto after one bad rollout, and the rescue from a collapse.
+
+*Veto.* After the updates of one rollout `kl_step` above a hard limit, or any non-finite loss, gradient or
+drift: the weights and moments from before these updates come back and the learning rate falls to a
+third. Live from the first rollout on; a model whose reward is already 0 after the first rollout can only
+be saved by the state from before it.
+
+*Collapse.* Two rewards running below `median - 4 x spread` of the rewards before them, or three wild
+gradient norms running, or the response length at 3x or half of its baseline with the reward falling: the
+last checkpoint from before the onset comes back with half the rate, a quarter the second time; the third
+stops the run. The first sign alone is an alarm. The spread is 1.4826 x MAD, never below the reward noise
+of P and G; the baseline is taken from before the sign, so the crash does not inflate it.
+
+Source: beyond the documents; measured on the embedded task and on public collapsing logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autotune.metrics import Validity
+from autotune.policies.base import Alarm, Answer, Context, Emergency, Family, Policy
+from autotune.statistics import mad_sd, median, reward_noise_sd
+
+Row = Mapping[str, float]
+"""Valid scalars of one rollout."""
+
+HARD = ("loss", "grad_norm", "kl_step")
+"""Non-finite values of these mean that the weights are in danger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One sign of a collapse: how many rollouts it has stood, and how many make an emergency."""
+
+    what: str
+    running: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class VetoAndCollapse(Policy):
+    """X2."""
+
+    id: ClassVar[str] = "X2"
+    family: ClassVar[Family] = Family.COLLAPSE
+    source: ClassVar[str] = "beyond the documents: veto and collapse"
+    summary: ClassVar[str] = "one rollout drifts too far, or the run collapses -> weights back, LR down"
+    moves: ClassVar[tuple[str, ...]] = ("actor_learning_rate",)
+
+    kl_step_limit: float = 0.3
+    """Nats/token after the updates of one rollout."""
+    veto_factor: float = 1 / 3
+    sds: float = 4.0
+    """Reward below its median by this many spreads is a sign."""
+    baseline: int = 20
+    """Rollouts of the baseline."""
+    grad_z: float = 6.0
+    long: float = 3.0
+    short: float = 0.5
+    most: int = 2
+    """Checkpoint restores before the run is stopped."""
+
+    def propose(self, ctx: Context) -> Answer:
+        return self._veto(ctx) or self._collapse(ctx)
+
+    def _veto(self, ctx: Context) -> Emergency | None:
+        drift = ctx.value("kl_step")
+        why = self._non_finite(ctx)
+        if drift is not None and drift > self.kl_step_limit:
+            why = f"kl_step {drift:.2g} > {self.kl_step_limit:g} after one rollout's updates"
+        if not why:
+            return None
+        evidence = {} if drift is None else {"kl_step": drift}
+        return Emergency(self.id, "undo", ctx.rollout, self.veto_factor, why, evidence)
+
+    def _non_finite(self, ctx: Context) -> str:
+        bad = [n for n in HARD if ctx.snapshot.reading(n).validity is Validity.NON_FINITE]
+        return f"{', '.join(bad)} not finite" if bad else ""
+
+    def _collapse(self, ctx: Context) -> Answer:
+        samples = ctx.history.samples(self.baseline + 3, since=ctx.since_restore)
+        rows = [s.values for s in samples]
+        for sign in (self._reward(ctx, rows), self._gradient(rows), self._length(ctx, rows)):
+            if sign and sign.running >= sign.needed:
+                return self._rescue(ctx, sign)
+            if sign:
+                return Alarm(self.id, f"{sign.what}: first sign of a collapse")
+        return None
+
+    def _rescue(self, ctx: Context, sign: Sign) -> Emergency:
+        onset = ctx.rollout - sign.running + 1
+        return Emergency(
+            self.id,
+            "checkpoint",
+            onset - 1,
+            0.5 ** (ctx.emergencies + 1),
+            f"{sign.what}, {sign.running} rollouts running",
+            {"onset": onset, "emergencies": ctx.emergencies},
+            stop=ctx.emergencies >= self.most,
+        )
+
+    def _reward(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:
+        rows = [r for r in rows if "reward_mean" in r]
+        for running in (2, 1):
+            base = rows[:-running][-self.baseline :]
+            tail = [r["reward_mean"] for r in rows[-running:]]
+            if len(base) < 2:
+                continue
+            limit = self._reward_limit(ctx, base)
+            if all(value < limit for value in tail):
+                return Sign(f"reward_mean {tail[-1]:.3g} below {limit:.3g}", running, 2)
+        return None
+
+    def _reward_limit(self, ctx: Context, base: Sequence[Row]) -> float:
+        """median - sds x spread, the spread floored by the sampling noise of the baseline itself."""
+        rewards = [r["reward_mean"] for r in base]
+        stds = [r["reward_std"] for r in base if "reward_std" in r]
+        prompts, group = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"])
+        noise = reward_noise_sd(median(stds), prompts, group) if stds else 0.0
+        return median(rewards) - self.sds * max(mad_sd(rewards), noise)
+
+    def _gradient(self, rows: Sequence[Row]) -> Sign | None:
+        norms = [r["grad_norm"] for r in rows if "grad_norm" in r]
+        base, tail = norms[:-3], norms[-3:]
+        if len(base) < 5:
+            return None
+        limit = median(base) + self.grad_z * max(mad_sd(base), 0.1 * median(base))
+        wild = all(value > limit for value in tail)
+        return Sign(f"grad_norm {tail[-1]:.3g} above {limit:.3g}", 3, 3) if wild else None
+
+    def _length(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:
+        lengths = [r["response_length_mean"] for r in rows if "response_length_mean" in r]
+        if len(lengths) < 5:
+            return None
+        base, tail = median(lengths[:-2]), lengths[-2:]
+        if not all(v >= self.long * base or v < self.short * base for v in tail):
+            return None
+        what = f"response length {tail[-1]:.0f} against {base:.0f}"
+        return Sign(what, 2, 2 if ctx.reward.falling else 3)

@@ -1,0 +1,177 @@
+"""KL to the reference: B3a (stuck near it), B3b (far and volatile), B3c (a law that holds a band).
+
+Watched: `kl_ref` in nats/token, its own slope, the reward trend and its noise floor. Moved: `kl_coef`.
+
+B3a and B3b are interventions (x0.8, x1.2). B3c is a regulator, an integral law in log space:
+
+    log kl_coef += gain * (log kl_ref - log edge),  |move| <= log slew,  floor <= kl_coef <= ceiling
+
+with the edge of the documented band 0.03-0.08 that was crossed. It integrates on the value that the
+trainer read back, so a pinned, bounded or hand-set coefficient cannot wind it up.
+
+Source: document B 3.3 and the brief (KL in 0.03-0.08 while the reward rises monotonically).
+
+Guards that make the band safe: every run starts at KL 0, so nothing is lowered while KL still rises by
+itself or before the reward is on a proven plateau; healthy runs climb far above 0.15 with rising reward,
+so nothing is raised without harm: reward flat, falling or volatile beyond its noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autotune.decisions import Kind, Proposal, RunFacts
+from autotune.policies.base import Answer, Context, Family, Policy, signal_present
+from autotune.statistics import (
+    Movement,
+    detrended_variance,
+    median,
+    movement,
+    theil_sen,
+    variance_ratio_limit,
+)
+
+
+def volatile(ctx: Context) -> bool:
+    """Reward spread around its trend beyond what sampling explains."""
+    view = ctx.reward
+    if view.trend is None or view.noise == 0:
+        return False
+    ratio = detrended_variance(view.values, view.trend) / view.noise**2
+    return ratio > variance_ratio_limit(len(view.values))
+
+
+def kl_steady(ctx: Context, share: float = 0.5) -> bool:
+    """Whether KL is proven not to move by itself: change over the window within share x level."""
+    values = ctx.window("kl_ref", ctx.pace.trend)
+    if values is None:
+        return False
+    trend = theil_sen(values)
+    level = max(sum(values) / len(values), 1e-6)
+    return movement(trend, share * level) is Movement.PLATEAU
+
+
+def no_reference(facts: RunFacts) -> str:
+    return "" if facts.has_reference else "kl_coef is 0: there is no reference model to measure against"
+
+
+@dataclass(frozen=True)
+class StuckNearReference(Policy):
+    """B3a."""
+
+    id: ClassVar[str] = "B3a"
+    family: ClassVar[Family] = Family.REFERENCE_KL
+    source: ClassVar[str] = "B 3.3: KL < 0.01 persistently and reward stagnates"
+    summary: ClassVar[str] = "kl_ref < 0.01 on a reward plateau -> kl_coef x0.8"
+    needs: ClassVar[tuple[str, ...]] = ("kl_ref", "reward_mean")
+    moves: ClassVar[tuple[str, ...]] = ("kl_coef",)
+
+    threshold: float = 0.01
+    factor: float = 0.8
+    floor: float = 0.001
+    """0.001 is adrift, says the source."""
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return no_reference(facts)
+
+    def propose(self, ctx: Context) -> Answer:
+        level = ctx.level("kl_ref")
+        if level is None or level >= self.threshold or not ctx.reward.plateau:
+            return None
+        if not signal_present(ctx) or not kl_steady(ctx) or ctx.knobs["kl_coef"] <= self.floor:
+            return None
+        after = max(ctx.knobs["kl_coef"] * self.factor, self.floor)
+        reason = f"kl_ref {level:.2g} < {self.threshold:g} and reward on a proven plateau"
+        return Proposal(self.id, "kl_coef", after, reason, evidence={"kl_ref": level})
+
+
+@dataclass(frozen=True)
+class FarAndVolatile(Policy):
+    """B3b."""
+
+    id: ClassVar[str] = "B3b"
+    family: ClassVar[Family] = Family.REFERENCE_KL
+    source: ClassVar[str] = "B 3.3: KL > 0.15 and reward volatile"
+    summary: ClassVar[str] = "kl_ref > 0.15 and reward volatile -> kl_coef x1.2"
+    needs: ClassVar[tuple[str, ...]] = ("kl_ref", "reward_mean", "reward_std")
+    moves: ClassVar[tuple[str, ...]] = ("kl_coef",)
+
+    threshold: float = 0.15
+    factor: float = 1.2
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return no_reference(facts)
+
+    def propose(self, ctx: Context) -> Answer:
+        level = ctx.level("kl_ref")
+        if level is None or level <= self.threshold or ctx.reward.rising_well or not volatile(ctx):
+            return None
+        after = ctx.knobs["kl_coef"] * self.factor
+        reason = f"kl_ref {level:.2g} > {self.threshold:g} and reward volatile beyond its noise"
+        return Proposal(self.id, "kl_coef", after, reason, evidence={"kl_ref": level})
+
+
+@dataclass(frozen=True)
+class KlBand(Policy):
+    """B3c."""
+
+    id: ClassVar[str] = "B3c"
+    family: ClassVar[Family] = Family.REFERENCE_KL
+    source: ClassVar[str] = "brief, B 3.3: hold KL in 0.03-0.08"
+    summary: ClassVar[str] = "kl_ref outside 0.03-0.08, and it harms -> kl_coef steers it back"
+    needs: ClassVar[tuple[str, ...]] = ("kl_ref", "reward_mean")
+    moves: ClassVar[tuple[str, ...]] = ("kl_coef",)
+
+    low: float = 0.03
+    high: float = 0.08
+    gain: float = 0.5
+    slew: float = 1.5
+    """Largest factor of one move."""
+    span: float = 10.0
+    """kl_coef stays within [1/span, span] x the recipe's value."""
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return no_reference(facts)
+
+    def propose(self, ctx: Context) -> Answer:
+        level = self._level(ctx)
+        if level is None or level <= 0 or self.low <= level <= self.high:
+            return None
+        if level > self.high and not self._harm(ctx):
+            return None
+        if level < self.low and not self._may_loosen(ctx):
+            return None
+        return self._move(ctx, level)
+
+    def _level(self, ctx: Context) -> float | None:
+        """Median KL of a full window made under the present coefficient."""
+        values = ctx.history.values("kl_ref", ctx.under("kl_coef"))
+        return median(values) if len(values) >= ctx.pace.window else None
+
+    def resting(self, ctx: Context) -> bool:
+        level = self._level(ctx)
+        return level is not None and self.low <= level <= self.high
+
+    def _move(self, ctx: Context, level: float) -> Answer:
+        now, start = ctx.knobs["kl_coef"], ctx.facts.knobs["kl_coef"]
+        edge = self.high if level > self.high else self.low
+        step = self.gain * math.log(level / edge)
+        step = max(-math.log(self.slew), min(step, math.log(self.slew)))
+        after = min(max(now * math.exp(step), start / self.span), start * self.span)
+        if abs(math.log(after / now)) < 0.02:
+            return None
+        why = "harms" if level > self.high else "holds the model back"
+        reason = f"kl_ref {level:.2g} outside {self.low:g}-{self.high:g} and {why}"
+        return Proposal(self.id, "kl_coef", after, reason, kind=Kind.REGULATOR, evidence={"kl_ref": level})
+
+    def _harm(self, ctx: Context) -> bool:
+        view = ctx.reward
+        if view.trend is None or view.rising_well or view.saturated():
+            return False
+        return view.falling or view.plateau or volatile(ctx)
+
+    def _may_loosen(self, ctx: Context) -> bool:
+        return ctx.reward.plateau and kl_steady(ctx) and signal_present(ctx)
