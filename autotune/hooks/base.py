@@ -1,0 +1,231 @@
+"""What the control loop needs of a trainer, and the judging and read-back that all adapters share.
+
+An adapter is the one file that knows one trainer's spellings and setters. It owes three things:
+
+    read    raw metrics -> Snapshot: canonical names, and for each reading whether it may be used.
+            The configuration speaks first (`structural_readings`: with one update per rollout the
+            policy ratio is 1 by construction), then the number itself (`metrics.read_metric`),
+            then its past (`FrozenDetector`: a noisy metric that repeats to the last bit is dead).
+    apply   all or none (`set_all_or_none`): a knob that refuses, or that reads back another value
+            than it was given, takes every other knob of the same call back with it.
+    knobs   read from where the trainer will use them next, never from a copy of what was asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autotune.decisions import Applied, Decision, Restore, RunFacts
+from autotune.errors import AdapterError
+from autotune.knobs import KNOBS, updates_per_rollout
+from autotune.metrics import Reading, Snapshot, Validity, read_metric
+
+RATIO_METRICS = ("clip_ratio", "ratio_low", "ratio_in", "ratio_high", "policy_ratio")
+"""Functions of the policy ratio: constants when a rollout has a single update."""
+
+NOISY_METRICS = ("kl_step", "kl_ref", "entropy", "grad_norm", "loss", "reward_mean")
+"""Metrics that no healthy run repeats to the last bit."""
+
+
+class Adapter(Protocol):
+    """One trainer behind the seam; `autotune.testing.contracts.AdapterContract` tests it."""
+
+    def facts(self) -> RunFacts:
+        """The run's structure: which knobs can move, which metrics can be sensed, and why not."""
+
+    def read(self, raw: Any, rollout: int) -> Snapshot:
+        """Judge one rollout's raw metrics; `rollout` is its index unless `raw` has its own."""
+
+    def knobs(self) -> dict[str, float]:
+        """Real knob -> value, from where the trainer will use it next."""
+
+    def apply(self, values: Mapping[str, float], epoch: int) -> list[Applied]:
+        """Set all of `values` or none, read back, and stamp the data that follows with `epoch`."""
+
+    def restore(self, restore: Restore) -> int:
+        """Bring weights and optimizer back; the rollout that started from them."""
+
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Rank 0's decision on every rank; the identity in a single process."""
+
+    def agree(self, digest: str) -> bool:
+        """Whether all ranks read back the same vector; True in a single process."""
+
+
+class SingleProcess:
+    """`broadcast` and `agree` of an adapter that has one rank."""
+
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        return decision
+
+    def agree(self, digest: str) -> bool:
+        return True
+
+
+def vector_digest(knobs: Mapping[str, float]) -> str:
+    """Hash of a knob vector, for comparing read-backs between ranks."""
+    return hashlib.sha256(json.dumps(dict(knobs), sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------- acting
+
+
+def set_all_or_none(
+    values: Mapping[str, float],
+    get: Callable[[], Mapping[str, float]],
+    set_one: Callable[[str, float], object],
+    effective_from: int,
+) -> list[Applied]:
+    """Set every knob of `values`, or leave the trainer as it was.
+
+    Knobs are set in the order of the knob table, so that batch sizes come before the micro batch
+    that is derived from them; putting back uses the same order for the same reason.
+
+    Args:
+        values: real knob -> wanted value.
+        get: the trainer's own knob vector, read from where it is used.
+        set_one: the trainer's setter; raises `AdapterError` when it refuses.
+        effective_from: first rollout that will use the new values.
+
+    Returns:
+        One `Applied` per knob. After a failure all of them carry an error and the read-back is
+        what the trainer has after the others were put back.
+    """
+    before, order = dict(get()), sorted(values, key=_table_order)
+    errors = _set(values, order, before, get, set_one)
+    if errors:
+        _put_back(before, order, set_one, errors)
+    after, cause = get(), "; ".join(errors.values())
+    return [
+        Applied(
+            knob=knob,
+            requested=values[knob],
+            read_back=after.get(knob, math.nan),
+            effective_from=effective_from,
+            error=errors.get(knob, f"put back: {cause}" if cause else ""),
+        )
+        for knob in order
+    ]
+
+
+def _set(
+    values: Mapping[str, float],
+    order: list[str],
+    before: Mapping[str, float],
+    get: Callable[[], Mapping[str, float]],
+    set_one: Callable[[str, float], object],
+) -> dict[str, str]:
+    """Set in order, stopping at the first refusal; then read back. Knob -> what went wrong."""
+    for knob in order:
+        if knob not in before:
+            return {knob: f"{knob} does not exist here; expected one of {', '.join(before)}"}
+        try:
+            set_one(knob, values[knob])
+        except AdapterError as refusal:
+            return {knob: str(refusal) or f"{knob}={values[knob]:g} was refused"}
+    after = get()
+    return {
+        knob: f"{knob} was set to {values[knob]:g} and reads back {after[knob]:g}"
+        for knob in order
+        if not Applied(knob, values[knob], after[knob], effective_from=0).ok
+    }
+
+
+def _put_back(
+    before: Mapping[str, float],
+    order: list[str],
+    set_one: Callable[[str, float], object],
+    errors: dict[str, str],
+) -> None:
+    for knob in order:
+        if knob not in before:
+            continue
+        try:
+            set_one(knob, before[knob])
+        except AdapterError as refusal:
+            errors[knob] = f"{errors.get(knob, '')} could not be put back: {refusal}".strip()
+
+
+def _table_order(knob: str) -> int:
+    return list(KNOBS).index(knob) if knob in KNOBS else len(KNOBS)
+
+
+# ------------------------------------------------------------------------------------ sensing
+
+
+def structural_readings(facts: RunFacts, knobs: Mapping[str, float]) -> dict[str, Reading]:
+    """Readings that the configuration decides, whatever number arrives."""
+    readings = {
+        name: Reading(None, Validity(capability.state), capability.reason)
+        for name, capability in facts.metric_capability.items()
+        if capability.state != Validity.VALID
+    }
+    if not facts.has_reference and "kl_ref" not in readings:
+        reason = "kl_coef is 0: there is no reference model to measure against"
+        readings["kl_ref"] = Reading(None, Validity.NOT_LOGGED, reason)
+    if updates_per_rollout(knobs) == 1:
+        reason = "one update per rollout: the policy ratio is 1 by construction"
+        one = Reading(None, Validity.STRUCTURAL_ZERO, reason)
+        readings.update(dict.fromkeys(RATIO_METRICS, one))
+    return readings
+
+
+def judge(
+    scalars: Mapping[str, Any], facts: RunFacts, knobs: Mapping[str, float]
+) -> dict[str, Reading]:
+    """Canonical name -> reading. A metric that `facts` promises and that is absent is missing."""
+    readings = structural_readings(facts, knobs)
+    for name in {**dict.fromkeys(facts.metric_capability), **dict.fromkeys(scalars)}:
+        if name not in readings:
+            readings[name] = read_metric(name, scalars.get(name))
+    return readings
+
+
+@dataclass
+class FrozenDetector:
+    """Notices an exporter that stopped: a noisy metric with the very same float, again and again.
+
+    Zero is never frozen (a dead model's gradient norm is honestly 0), nor is a mean reward whose
+    sampling noise is so small that repeats are likely: for 0/1 rewards the number of successes
+    must have a standard deviation of at least 4 (a repeat is then below 10 %, five running 1e-4).
+    """
+
+    patience: int = 5
+    """Rollouts with the same number until it is called frozen."""
+    runs: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Metric -> last number and how many rollouts running it was seen."""
+
+    def check(self, readings: Mapping[str, Reading], responses: int) -> dict[str, Reading]:
+        """The readings with frozen ones replaced by their state; call once per rollout."""
+        judged = dict(readings)
+        for name in NOISY_METRICS:
+            reading = readings.get(name)
+            if reading is None or reading.value is None:
+                self.runs.pop(name, None)  # a gap or a fault ends the run of equal numbers
+            elif self._count(name, reading.value) >= self.patience and self._telling(
+                name, readings, responses
+            ):
+                judged[name] = self._frozen(name, reading.value)
+        return judged
+
+    def _count(self, name: str, value: float) -> int:
+        last, count = self.runs.get(name, (math.nan, 0))
+        self.runs[name] = (value, count + 1 if value == last else 1)
+        return self.runs[name][1]
+
+    def _telling(self, name: str, readings: Mapping[str, Reading], responses: int) -> bool:
+        if readings[name].value == 0.0:
+            return False
+        if name != "reward_mean":
+            return True
+        spread = readings.get("reward_std", Reading(None)).value or 0.0
+        return spread * math.sqrt(responses) >= 4.0
+
+    def _frozen(self, name: str, value: float) -> Reading:
+        reason = f"{name} has been exactly {value!r} for {self.runs[name][1]} rollouts"
+        return Reading(None, Validity.FROZEN, reason)

@@ -1,0 +1,111 @@
+"""Adapter for the project's own trainer.
+
+The trainer already speaks canonical names and owns its knobs in one place (`trainer.live`), so
+this file only judges the record, sets and reads back `trainer.live`, and brings weights back.
+It asks for the trainer's shape (`NativeTrainer`), not for its class: nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from autotune.decisions import Applied, Restore, RunFacts
+from autotune.errors import AdapterError
+from autotune.hooks.base import (
+    RATIO_METRICS,
+    FrozenDetector,
+    SingleProcess,
+    judge,
+    set_all_or_none,
+)
+from autotune.metrics import Snapshot
+
+
+class Record(Protocol):
+    """What the trainer tells about one rollout; `autotune.trainer.records.RolloutRecord` is one."""
+
+    @property
+    def rollout(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def knobs(self) -> Mapping[str, float]: ...
+    @property
+    def scalars(self) -> Mapping[str, float | None]: ...
+    @property
+    def per_update(self) -> Mapping[str, Sequence[float]]: ...
+    @property
+    def histograms(self) -> Mapping[str, Sequence[float]]: ...
+
+
+class Live(Protocol):
+    """The running trainer's knobs: the single place that it reads them from."""
+
+    epoch: int
+
+    def vector(self) -> dict[str, float]: ...
+    def set(self, name: str, value: float) -> float: ...
+
+
+class NativeTrainer(Protocol):
+    """The part of the trainer that the adapter needs."""
+
+    @property
+    def live(self) -> Live: ...
+    def facts(self) -> RunFacts: ...
+    def undo_rollout(self) -> None: ...
+    def restore_checkpoint(self, before_rollout: int) -> int: ...
+
+
+class NativeAdapter(SingleProcess):
+    """`Adapter` of anything with the native trainer's shape."""
+
+    def __init__(self, trainer: NativeTrainer) -> None:
+        self.trainer = trainer
+        self._facts = trainer.facts()
+        self._frozen = FrozenDetector()
+        self._rollout = -1  # the last rollout that was read
+
+    def facts(self) -> RunFacts:
+        return self._facts
+
+    def read(self, raw: Record, rollout: int) -> Snapshot:
+        """The record carries its own index, which is believed: the controller checks its order."""
+        self._rollout = raw.rollout
+        knobs = dict(raw.knobs)
+        readings = judge(raw.scalars, self._facts, knobs)
+        responses = int(knobs["train_batch_size"] * knobs["rollout_n"])
+        blind = {name for name in RATIO_METRICS if name in readings and readings[name].reason}
+        return Snapshot(
+            rollout=raw.rollout,
+            knobs=knobs,
+            readings=self._frozen.check(readings, responses),
+            epoch=raw.epoch,
+            per_update={n: tuple(v) for n, v in raw.per_update.items() if n not in blind},
+            histograms={n: tuple(v) for n, v in raw.histograms.items() if not _of(n, blind)},
+        )
+
+    def knobs(self) -> dict[str, float]:
+        return self.trainer.live.vector()
+
+    def apply(self, values: Mapping[str, float], epoch: int) -> list[Applied]:
+        """Set all or none; the new config epoch opens only when the knobs really moved."""
+        live = self.trainer.live
+        applied = set_all_or_none(values, live.vector, live.set, self._rollout + 1)
+        if all(item.ok for item in applied):
+            live.epoch = epoch
+        return applied
+
+    def restore(self, restore: Restore) -> int:
+        if restore.kind == "undo":
+            self.trainer.undo_rollout()
+            return restore.before_rollout
+        if restore.kind == "checkpoint":
+            return self.trainer.restore_checkpoint(restore.before_rollout)
+        raise AdapterError(f"restore kind {restore.kind!r} is unknown; expected undo or checkpoint")
+
+
+def _of(histogram: str, blind: set[str]) -> bool:
+    """`policy_ratio_last` goes where `policy_ratio` goes."""
+    return any(histogram.startswith(name) for name in blind)
