@@ -1,0 +1,150 @@
+"""Sampling through transformers' `generate`, with noise keyed per sample.
+
+`generate` runs greedily; our logits processor divides by the temperature and adds Gumbel noise
+(`noise.py`), so the largest perturbed score *is* the sampled token. Three things make it cheap:
+a prompt is prefilled once and its cache is copied to the samples of its group, logits are made
+for one position at a time, and the log-probs are read off the logits that were there anyway.
+
+The model's own generation defaults (top-p, repetition penalty, ...) are put aside while we sample:
+the training log-probs know nothing of them, so sampling with them would be sampling another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from autotune.trainer.rollout.base import Draw, Prompts, Responses, response_mask
+from autotune.trainer.rollout.noise import gumbel_noise, sample_keys
+
+
+class _Perturb:
+    """Logits processor: perturbed scores out; the log-prob of their winner is kept by position."""
+
+    def __init__(self, keys: Tensor, start: int, temperature: float, gaps: bool) -> None:
+        self._keys = keys  # int64 [B]
+        self._start = start
+        self._temperature = temperature
+        self._want_gaps = gaps
+        self.log_probs: list[Tensor] = []  # per position, float32 [B]
+        self.gaps: list[Tensor] = []  # per position, float32 [B]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scaled = scores.float() / self._temperature  # [B, V]
+        position = input_ids.shape[1] - self._start
+        perturbed = scaled + gumbel_noise(self._keys, position, scores.shape[1])  # [B, V]
+        winner = perturbed.argmax(dim=1, keepdim=True)  # [B, 1]
+        self.log_probs.append(scaled.gather(1, winner).squeeze(1) - scaled.logsumexp(dim=1))
+        if self._want_gaps:
+            best = perturbed.topk(2, dim=1).values  # [B, 2]
+            self.gaps.append(best[:, 0] - best[:, 1])
+        return perturbed
+
+
+class HfSampler:
+    """`Sampler` around a transformers causal LM."""
+
+    def __init__(
+        self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, record_gaps: bool = False
+    ) -> None:
+        self._model = model
+        self._end_ids = list(end_ids)
+        self._pad_id = pad_id
+        self.record_gaps = record_gaps
+
+    @torch.no_grad()
+    def sample(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Responses:
+        """Draw one response per row; see `Sampler.sample`."""
+        self._model.eval()
+        device = self._model.device
+        prompt_of, sample_of = prompt_of.to(device), sample_of.to(device)
+        perturb = self._perturbation(prompts, prompt_of, sample_of, draw)
+        ids = self._generate(prompts, prompt_of, draw, perturb)  # [B, r], r <= R
+        length = draw.max_response_length
+        mask, truncated = response_mask(ids, torch.tensor(self._end_ids, device=device))
+        return Responses(
+            ids=_widen(ids, length, self._pad_id),
+            mask=_widen(mask, length, False),
+            truncated=truncated,
+            log_probs=_stack(perturb.log_probs if perturb else [], ids.shape[1], length),
+            gaps=_stack(perturb.gaps if perturb else [], ids.shape[1], length),
+        )
+
+    def _perturbation(
+        self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw
+    ) -> _Perturb | None:
+        if draw.greedy:
+            return None
+        keys = sample_keys(draw.seed, draw.rollout, prompt_of, sample_of)  # [B]
+        return _Perturb(keys, prompts.ids.shape[1], draw.temperature, self.record_gaps)
+
+    def _generate(
+        self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: _Perturb | None
+    ) -> Tensor:
+        """New token ids, int64 [B, r]; r ends where every row had its end token."""
+        device = self._model.device
+        ids, mask = prompts.ids.to(device), prompts.mask.to(device)
+        with _defaults_aside(self._model):
+            tokens = self._model.generate(
+                input_ids=ids[prompt_of],  # [B, L]
+                attention_mask=mask[prompt_of].long(),  # [B, L]
+                past_key_values=self._prefill(ids, mask, prompt_of),
+                generation_config=self._config(draw),
+                logits_processor=LogitsProcessorList([perturb] if perturb else []),
+            )
+        return tokens[:, ids.shape[1] :]
+
+    def _prefill(self, ids: Tensor, mask: Tensor, prompt_of: Tensor) -> DynamicCache | None:
+        """Keys and values of all prompt tokens but the last, computed once per prompt."""
+        if ids.shape[1] < 2:
+            return None
+        used, row_of = torch.unique_consecutive(prompt_of, return_inverse=True)  # [p], [B]
+        ids, mask = ids[used, :-1], mask[used, :-1]  # [p, L - 1]
+        cache = DynamicCache(config=self._model.config)
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)  # [p, L - 1]
+        self._model(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(row_of)
+        return cache
+
+    def _config(self, draw: Draw) -> GenerationConfig:
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=draw.max_response_length,
+            eos_token_id=self._end_ids,
+            pad_token_id=self._pad_id,
+        )
+
+
+@contextmanager
+def _defaults_aside(model: PreTrainedModel) -> Iterator[None]:
+    """`generate` fills what we leave unset from the model's defaults: take these away meanwhile."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def _widen(rows: Tensor, width: int, fill: int | bool) -> Tensor:
+    """Pad [B, r] on the right to [B, width]."""
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=fill)
+
+
+def _stack(columns: list[Tensor], used: int, width: int) -> Tensor | None:
+    """Columns [B] -> [B, width], zeros after the `used` ones; None when nothing was recorded."""
+    if not columns:
+        return None
+    rows = torch.stack(columns[:used], dim=1)  # [B, r]
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
