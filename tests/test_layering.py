@@ -2,7 +2,7 @@
 
 `LAYERS` is the whole architecture. A module may import what stands before it: earlier layers, and
 earlier entries of its own layer. Imports inside functions and under TYPE_CHECKING count as well,
-and so does a string that names a module (`"autotune.trainer.tasks.digits:load"`): all of them couple.
+and so does a string that names a module, such as `"autotune.trainer.tasks.digits:load"`: all couple.
 
 The second half starts fresh interpreters: the light core must load nothing heavy and answer fast.
 """
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L0: words. The standard library only.
     ("autotune", "errors", "metrics", "knobs", "decisions"),
     # L1: deciding. numpy, and nothing that could touch a trainer, a clock or a disk.
-    ("statistics", "history", "policies", "guards", "controller"),
+    ("statistics", "history", "policies", "ledger", "guards", "judge", "controller"),
     # L2: what a run is told and what it says. pydantic, ruamel.yaml.
     ("recipe", "journal", "story"),
     # L3: sensing, acting, showing.
