@@ -478,7 +478,7 @@ def _import_quietly() -> Any:
         logging.disable(before)
     deepspeed.logger.setLevel(logging.WARNING)
     for handler in deepspeed.logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # its own, not one that a host has added
             handler.setStream(sys.stderr)
     return deepspeed
 
