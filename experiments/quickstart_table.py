@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.journal import read_journal, winning_lines
+from autotune.story import Story, What, acts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ("well_set", "timid", "aggressive")
@@ -84,6 +85,9 @@ class Result:
     sampled: float
     reached: int | None
     actions: int
+    """Interventions, emergencies and engagements of a regulator, as the run's own summary counts."""
+    moves: int
+    """Single knob changes: an engagement is several."""
     restores: int
 
     @property
@@ -102,15 +106,6 @@ def running_goal(rewards: Sequence[float], goal: float = GOAL, window: int = WIN
     return None
 
 
-def actions(line: dict[str, Any]) -> int:
-    """Knob changes of one rollout that the trainer confirmed; those of shadow do not count."""
-    decision = line["decision"]
-    if not decision or not decision["act"]:
-        return 0
-    refused = {a["knob"] for a in line["applied"] if a["error"]}
-    return sum(not refused & set(change["values"]) for change in decision["changes"])
-
-
 def numbers(journal: Path) -> dict[str, Any]:
     """What the table needs of one run.
 
@@ -118,31 +113,35 @@ def numbers(journal: Path) -> dict[str, Any]:
         ValueError: if the journal has no rollout, no evaluation, or a rollout without its reward.
     """
     lines = list(winning_lines(read_journal(journal)))
-    rollouts = [line for line in lines if line["type"] == "rollout"]
-    evals = [line for line in lines if line["type"] == "eval"]
-    if not rollouts or not evals:
+    story = Story()
+    for line in lines:
+        story.add(line)
+    if not story.rows or not story.evaluations:
         raise ValueError(
-            f"{journal}: expected rollout and eval lines, got {len(rollouts)} and "
-            f"{len(evals)}; run the arm again"
+            f"{journal}: expected rollouts and evaluations, got {len(story.rows)} and "
+            f"{len(story.evaluations)}; run the arm again"
         )
-    rewards = [reward(line, journal) for line in rollouts]
+    rewards = reward_series(story, journal)
+    acts = [act for act in acts_of(story.events()) if act.event.what is What.CHANGE]
     return {
         "rollouts": len(rewards),
         "start": rewards[0],
         "score": statistics.fmean(rewards[-LAST:]),
-        "greedy": evals[-1]["greedy"],
-        "sampled": evals[-1]["sampled"],
+        "greedy": story.evaluations[-1].greedy,
+        "sampled": story.evaluations[-1].sampled,
         "reached": running_goal(rewards),
-        "actions": sum(actions(line) for line in rollouts),
-        "restores": sum(line["restored"] is not None for line in rollouts),
+        "actions": len(acts),
+        "moves": sum(act.moves for act in acts),
+        "restores": sum(line.get("restored") is not None for line in lines),
     }
 
 
-def reward(line: dict[str, Any], journal: Path) -> float:
-    metrics = line["snapshot"]["metrics"]
-    if "reward_mean" not in metrics:
-        raise ValueError(f"{journal}: rollout {line['rollout']} has no valid reward_mean")
-    return float(metrics["reward_mean"])
+def reward_series(story: Story, journal: Path) -> list[float]:
+    rewards = story.series("reward_mean")
+    if None in rewards:
+        hole = sorted(story.rows)[rewards.index(None)]
+        raise ValueError(f"{journal}: rollout {hole} has no valid reward_mean")
+    return [reward for reward in rewards if reward is not None]
 
 
 # Runs.
@@ -280,6 +279,7 @@ def row(recipe: str, control: str, results: Sequence[Result]) -> str:
         spread([r.greedy for r in results]),
         goal_cell(results),
         f"{statistics.fmean(r.actions for r in results):.1f}",
+        f"{statistics.fmean(r.moves for r in results):.1f}",
         f"{statistics.fmean(r.restores for r in results):.1f}",
         str(sum(r.exit_code == STOPPED for r in results)),
     ]
@@ -297,6 +297,7 @@ def table(results: Sequence[Result]) -> str:
         "held-out, greedy",
         f"rollouts to {GOAL}",
         "actions",
+        "moves",
         "restores",
         "stopped",
     )
@@ -363,9 +364,7 @@ def rescued(recipe: str, results: Sequence[Result]) -> Check:
         return Check(name, None, "no seed has both runs")
     shares = [act.score / good.score if good.score > 0 else math.nan for act, good in pairs]
     hits = sum(share >= RESCUED for share in shares)
-    listed = ", ".join(
-        f"{act.seed}: {share:.0%}" for (act, _), share in zip(pairs, shares, strict=True)
-    )
+    listed = ", ".join(f"{act.seed}: {share:.0%}" for (act, _), share in zip(pairs, shares, strict=True))
     figures = f"{hits} of {len(pairs)} seeds at >= {RESCUED:.0%} of well-set off ({listed})"
     return Check(name, hits >= RESCUED_SHARE * len(pairs), figures)
 

@@ -21,8 +21,10 @@ def snapshot(rollout: int, reward: float | None) -> dict[str, Any]:
     return {"rollout": rollout, "epoch": 0, "knobs": {}, "metrics": metrics, "invalid": {}}
 
 
-def change(knob: str, *real: str) -> dict[str, Any]:
-    return {"rule": "X1", "knob": knob, "values": dict.fromkeys(real or (knob,), 1.0)}
+def change(rule: str, knob: str, *real: str, kind: str = "intervention") -> dict[str, Any]:
+    values = dict.fromkeys(real or (knob,), 1.0)
+    return {"rule": rule, "knob": knob, "values": values, "before": 2.0, "after": 1.0,
+            "reason": "by hand", "kind": kind}  # fmt: skip
 
 
 def applied(knob: str, error: str = "") -> dict[str, Any]:
@@ -66,7 +68,8 @@ def write(path: Path, rewards: Sequence[float | None]) -> Path:
 def result(recipe: str, control: str, seed: int, score: float, **other: Any) -> qt.Result:
     base: dict[str, Any] = {
         "recipe_sha256": "0" * 64, "exit_code": 0, "seconds": 60.0, "rollouts": 60, "start": 0.2,
-        "greedy": 0.9, "sampled": score, "reached": 30, "actions": 4, "restores": 0,
+        "greedy": 0.9, "sampled": score, "reached": 30, "actions": 4,
+        "moves": 9, "restores": 0,
     }  # fmt: skip
     return qt.Result(recipe, control, seed, **(base | {"score": score} | other))
 
@@ -97,28 +100,32 @@ def test_numbers_of_a_plain_run(tmp_path: Path) -> None:
         "sampled": 0.8,
         "reached": 13,  # (0.5 + 4 x 0.8) / 5 = 0.74 at rollout 13; (2 x 0.5 + 3 x 0.8) / 5 before
         "actions": 0,
+        "moves": 0,
         "restores": 0,
     }
 
 
-def test_actions_are_confirmed_changes(tmp_path: Path) -> None:
+def test_actions_are_confirmed_changes_and_an_engagement_is_one(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
-    clip, lr = change("clip_range", "clip_range_low", "clip_range_high"), change("actor_learning_rate")
-    both = [applied("clip_range_low"), applied("clip_range_high"), applied("actor_learning_rate")]
-    rollout_line(journal, 0, 0.1, decided(clip, lr), both)
-    rollout_line(journal, 1, 0.1, decided(lr), [applied("actor_learning_rate", "no setter")])
-    rollout_line(journal, 2, 0.1, decided(lr, act=False))
-    rollout_line(journal, 3, 0.1, decided(lr), [applied("actor_learning_rate")], restored=0)
-    journal.append("eval", 4, {"greedy": 0.0, "sampled": 0.0})
+    clip = change("B4a", "clip_range", "clip_range_low", "clip_range_high")
+    rate = change("X1", "actor_learning_rate", kind="regulator")
+    ok = applied("actor_learning_rate")
+    both = [applied("clip_range_low"), applied("clip_range_high"), ok]
+    rollout_line(journal, 0, 0.1, decided(clip, rate), both)  # two actions, two moves
+    rollout_line(journal, 1, 0.1, decided(rate), [ok])  # the engagement goes on: a move
+    rollout_line(journal, 2, 0.1, decided(clip), [applied("clip_range_low", "no setter")])
+    rollout_line(journal, 3, 0.1, decided(clip, act=False))
+    rollout_line(journal, 4, 0.1, decided(), restored=0)
+    journal.append("eval", 5, {"greedy": 0.0, "sampled": 0.0})
     journal.close()
     numbers = qt.numbers(tmp_path / "journal.jsonl")
-    assert (numbers["actions"], numbers["restores"]) == (3, 1)
+    assert (numbers["actions"], numbers["moves"], numbers["restores"]) == (2, 3, 1)
 
 
 def test_after_a_resume_the_last_line_of_a_rollout_counts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     for rollout, reward in [(0, 0.1), (1, 0.9)]:
-        rollout_line(journal, rollout, reward, decided(change("kl_coef")), [applied("kl_coef")])
+        rollout_line(journal, rollout, reward, decided(change("B3a", "kl_coef")), [applied("kl_coef")])
     journal.append("resumed", 1, {"from": 1})
     rollout_line(journal, 1, 0.3)
     journal.append("eval", 2, {"greedy": 0.0, "sampled": 0.0})
@@ -131,7 +138,7 @@ def test_after_a_resume_the_last_line_of_a_rollout_counts(tmp_path: Path) -> Non
 def test_a_journal_without_its_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rollout 1 has no valid reward_mean"):
         qt.numbers(write(tmp_path / "hole.jsonl", [0.1, None, 0.3]))
-    with pytest.raises(ValueError, match="expected rollout and eval lines, got 0"):
+    with pytest.raises(ValueError, match="expected rollouts and evaluations, got 0"):
         qt.numbers(write(tmp_path / "empty.jsonl", []))
 
 
@@ -198,7 +205,7 @@ def test_table_has_a_row_per_arm_with_runs() -> None:
     lines = qt.table(runs).splitlines()
     assert len(lines) == 4
     assert lines[3].split(" | ")[3] == "0.750 (0.700 to 0.800)"
-    assert lines[3].endswith("| 40 (1 of 2) | 6.5 | 0.0 | 1 |")
+    assert lines[3].endswith("| 40 (1 of 2) | 6.5 | 9.0 | 0.0 | 1 |")
 
 
 def test_finished_runs_are_skipped_and_torn_lines_dropped(tmp_path: Path) -> None:
