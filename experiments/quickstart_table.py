@@ -55,6 +55,8 @@ LAST = 10
 GOAL, WINDOW = 0.7, 5
 """`reached` is the first rollout whose mean reward over the last WINDOW rollouts is >= GOAL."""
 BAD_ENOUGH, RESCUED, RESCUED_SHARE, HARM = 0.5, 0.9, 0.8, -0.02
+ROUNDING = 1e-9
+"""Slack of every limit: 0.72 is 90 % of 0.8, though not in binary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +340,10 @@ def paired(first: dict[int, Result], second: dict[int, Result]) -> list[tuple[Re
     return [(first[seed], second[seed]) for seed in first if seed in second]
 
 
+def halfway(start: float, well: float) -> float:
+    return start + BAD_ENOUGH * (well - start)
+
+
 def bad_enough(recipe: str, results: Sequence[Result]) -> Check:
     """Left alone, the recipe makes at most half of the way that the well-set one makes."""
     pairs = paired(select(results, recipe, "off"), select(results, "well_set", "off"))
@@ -347,13 +353,13 @@ def bad_enough(recipe: str, results: Sequence[Result]) -> Check:
     start = statistics.fmean(bad.start for bad, _ in pairs)
     well = statistics.fmean(good.score for _, good in pairs)
     score = statistics.fmean(bad.score for bad, _ in pairs)
-    limit = start + BAD_ENOUGH * (well - start)
-    seeds = sum(b.score <= b.start + BAD_ENOUGH * (g.score - b.start) for b, g in pairs)
+    limit = halfway(start, well)
+    seeds = sum(b.score <= halfway(b.start, g.score) + ROUNDING for b, g in pairs)
     figures = (
         f"mean {score:.3f}, limit {limit:.3f} = {start:.3f} + {BAD_ENOUGH} x "
         f"({well:.3f} - {start:.3f}); {seeds} of {len(pairs)} seeds on their own"
     )
-    return Check(name, score <= limit, figures)
+    return Check(name, score <= limit + ROUNDING, figures)
 
 
 def rescued(recipe: str, results: Sequence[Result]) -> Check:
@@ -363,10 +369,10 @@ def rescued(recipe: str, results: Sequence[Result]) -> Check:
     if not pairs:
         return Check(name, None, "no seed has both runs")
     shares = [act.score / good.score if good.score > 0 else math.nan for act, good in pairs]
-    hits = sum(share >= RESCUED for share in shares)
+    hits = sum(share >= RESCUED - ROUNDING for share in shares)
     listed = ", ".join(f"{act.seed}: {share:.0%}" for (act, _), share in zip(pairs, shares, strict=True))
     figures = f"{hits} of {len(pairs)} seeds at >= {RESCUED:.0%} of well-set off ({listed})"
-    return Check(name, hits >= RESCUED_SHARE * len(pairs), figures)
+    return Check(name, hits >= RESCUED_SHARE * len(pairs) - ROUNDING, figures)
 
 
 def no_harm(results: Sequence[Result]) -> Check:
@@ -382,7 +388,7 @@ def no_harm(results: Sequence[Result]) -> Check:
         f"mean paired difference {mean:+.3f}, 95 % t interval [{low:+.3f}, {high:+.3f}], "
         f"{len(pairs)} seeds, limit {HARM:+.2f}"
     )
-    return Check(name, mean >= HARM, figures)
+    return Check(name, mean >= HARM - ROUNDING, figures)
 
 
 def acceptance(results: Sequence[Result]) -> list[Check]:
