@@ -1,0 +1,13 @@
+"""The recipe: the typed YAML that fixes a run.
+
+schema    the shape, with every default and bound
+source    YAML text -> plain data with lines
+load      file and overrides -> checked recipe, or all problems at once
+facts     knob vector and run facts, without building anything
+"""
+
+from autotune.recipe.facts import facts_from_json, knob_vector, recipe_facts
+from autotune.recipe.load import load_recipe
+from autotune.recipe.schema import Recipe
+
+__all__ = ["Recipe", "facts_from_json", "knob_vector", "load_recipe", "recipe_facts"]

@@ -1,0 +1,101 @@
+"""What a recipe says about its run before anything is built: the knob vector and the run's facts.
+
+The trainer answers the same facts once it stands; having them here lets `autotune check` tell,
+without torch, which rules will have a live sensor and a live knob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.decisions import RunFacts
+from autotune.knobs import Capability, Liveness
+from autotune.metrics import METRICS, Validity
+from autotune.recipe.schema import Recipe
+
+NEXT = Capability(Liveness.NEXT_ROLLOUT)
+"""The trainer reads its knobs at the top of every rollout, none of them in between."""
+
+FIXED: dict[str, str] = {
+    "train_batch_size": "the data order is laid out for it",
+    "rollout_n": "the group size fixes the shape of the data",
+    "num_rollout_batches": "it follows from rollout_micro_batch_size",
+    "max_prompt_length": "prompts are cut when they are read",
+}
+"""Knobs that need a restart, with the reason."""
+
+NOT_MEASURED: dict[str, str] = {
+    "value_loss": "there is no critic",
+    "gpu_memory_fraction": "this trainer has no GPU memory meter",
+    "gpu_utilization": "this trainer has no GPU utilization meter",
+    "data_age": "sampling and updating alternate, so data is always fresh",
+    "kl_mismatch": "the sampler and the trainer are the same module",
+}
+
+
+def knob_vector(recipe: Recipe) -> dict[str, float]:
+    """Every knob of this recipe by its real name; without a critic its rate is absent."""
+    t = recipe.trainer
+    samples = t.train_batch_size * t.rollout_n
+    return {
+        "train_batch_size": t.train_batch_size,
+        "rollout_n": t.rollout_n,
+        "ppo_mini_batch_size": t.ppo_mini_batch_size,
+        "ppo_epochs": t.ppo_epochs,
+        "micro_batch_size": t.micro_batch_size,
+        "rollout_micro_batch_size": t.rollout_micro_batch_size,
+        "num_rollout_batches": max(samples // t.rollout_micro_batch_size, 1),
+        "kl_coef": t.kl_coef,
+        "clip_range_low": t.clip_low(),
+        "clip_range_high": t.clip_high(),
+        "actor_learning_rate": t.actor_learning_rate,
+        "max_prompt_length": t.max_prompt_length,
+        "max_response_length": t.max_response_length,
+        "temperature": t.temperature,
+        "entropy_coef": t.entropy_coef,
+    }
+
+
+def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
+    """The facts of the project's own trainer under this recipe."""
+    return RunFacts(
+        rollouts=recipe.trainer.rollouts,
+        world_size=world_size,
+        algorithm=recipe.trainer.algorithm,
+        loss_kind="token",
+        has_reference=recipe.trainer.kl_coef > 0,
+        has_critic=False,
+        knobs=knob_vector(recipe),
+        knob_capability=_knob_capability(recipe),
+        metric_capability=_metric_capability(recipe),
+        lr_warmup=recipe.trainer.lr_schedule.warmup,
+        staleness=0,
+        reward_maximum=sum(max(reward.weight, 0.0) for reward in recipe.rewards),
+    )
+
+
+def _knob_capability(recipe: Recipe) -> dict[str, Capability]:
+    table = dict.fromkeys(knob_vector(recipe), NEXT)
+    table |= {name: Capability(Liveness.RESTART, reason) for name, reason in FIXED.items()}
+    table["critic_learning_rate"] = Capability(Liveness.UNAVAILABLE, "there is no critic")
+    if recipe.trainer.kl_coef == 0:
+        reason = "kl_coef is 0, so no reference model is built"
+        table["kl_coef"] = Capability(Liveness.UNAVAILABLE, reason)
+    return table
+
+
+def _metric_capability(recipe: Recipe) -> dict[str, Capability]:
+    table = {name: Capability(Validity.VALID) for name in METRICS}
+    table |= {n: Capability(Validity.NOT_LOGGED, reason) for n, reason in NOT_MEASURED.items()}
+    if recipe.trainer.kl_coef == 0:
+        reason = "kl_coef is 0, so no reference model is built"
+        table["kl_ref"] = Capability(Validity.NOT_LOGGED, reason)
+    return table
+
+
+def facts_from_json(data: Mapping[str, Any]) -> RunFacts:
+    """Inverse of `autotune.decisions.to_json` for facts; a replay builds its controller so."""
+    tables = ("knob_capability", "metric_capability")
+    restored = {t: {n: Capability(**c) for n, c in data.get(t, {}).items()} for t in tables}
+    return RunFacts(**{**data, **restored})
