@@ -12,6 +12,7 @@ unknown line type, so an old reader can watch a newer run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ class Event:
     """Of a verdict: kept, reverted or inconclusive."""
     guard: str = ""
     """Of a veto: the guard that stopped the proposal."""
-    regulator: bool = False
-    """One move of a continuous loop; such moves are told as one engagement."""
+    kind: str = ""
+    """Of a change: intervention, regulator (whose moves are told as one act) or emergency."""
     since: int | None = None
     """Of a verdict: the rollout of the change that it judges."""
 
@@ -87,6 +88,12 @@ class Evaluation:
     rollout: int
     greedy: float | None
     sampled: float | None
+
+
+def finite(value: Any) -> float | None:
+    """A journalled number; None for what is not one ("nan" is journalled as text)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and math.isfinite(value) else None
 
 
 def row_of(line: Line) -> Row:
@@ -128,6 +135,7 @@ def _restores(line: Line, decision: Line, rollout: int) -> Iterator[Event]:
 
 
 def _changes(line: Line, decision: Line, rollout: int) -> Iterator[Event]:
+    """Changes, but for the taking back of one: its verdict tells that."""
     failed = {a["knob"]: a for a in line.get("applied") or [] if _mismatch(a)}
     for change in decision.get("changes", ()):
         what, reason = What.CHANGE if decision.get("act", True) else What.WOULD, change["reason"]
@@ -135,10 +143,17 @@ def _changes(line: Line, decision: Line, rollout: int) -> Iterator[Event]:
         if bad is not None:
             what = What.REFUSED
             reason = bad.get("error") or f"read back {bad['read_back']:g}, asked {bad['requested']:g}"
+        elif any(_takes_back(verdict, change) for verdict in decision.get("verdicts", ())):
+            continue
         yield Event(
             rollout, what, reason, change["rule"], change["knob"], change["before"],
-            change["after"], regulator=change.get("kind") == "regulator",
+            change["after"], kind=change.get("kind", ""),
         )  # fmt: skip
+
+
+def _takes_back(verdict: Line, change: Line) -> bool:
+    same = (verdict["rule"], verdict["knob"]) == (change["rule"], change["knob"])
+    return same and verdict["outcome"] == "reverted"
 
 
 def _mismatch(applied: Line) -> bool:
@@ -148,9 +163,11 @@ def _mismatch(applied: Line) -> bool:
 
 def _verdicts(decision: Line, rollout: int) -> Iterator[Event]:
     for verdict in decision.get("verdicts", ()):
+        back = next((c for c in decision.get("changes", ()) if _takes_back(verdict, c)), {})
         yield Event(
             rollout, What.VERDICT, verdict["reason"], verdict["rule"], verdict["knob"],
-            outcome=verdict["outcome"], since=verdict.get("since_rollout"),
+            back.get("before"), back.get("after"), outcome=verdict["outcome"],
+            since=verdict.get("since_rollout"),
         )  # fmt: skip
 
 
@@ -198,7 +215,8 @@ class Story:
     def _add_evaluation(self, line: Line) -> None:
         rollout = int(line.get("rollout", 0))
         self.evaluations = [e for e in self.evaluations if e.rollout != rollout]
-        self.evaluations.append(Evaluation(rollout, line.get("greedy"), line.get("sampled")))
+        greedy, sampled = (finite(line.get(kind)) for kind in ("greedy", "sampled"))
+        self.evaluations.append(Evaluation(rollout, greedy, sampled))
 
     @property
     def recipe(self) -> Line:
@@ -278,7 +296,7 @@ def _add_act(acts: list[Act], event: Event) -> None:
         old = acts[at]
         if old.event.knob == event.knob:
             same = old.event.rule == event.rule and old.event.what is event.what
-            if same and event.regulator and not old.verdict:
+            if same and event.kind == "regulator" and not old.verdict:
                 acts[at] = Act(old.first, event.rollout, old.moves + 1, old.event, event.after)
                 return
             break

@@ -42,7 +42,7 @@ def sign_of(event: Event) -> tuple[str, str]:
 def number(value: float | None) -> str:
     """A number in at most seven characters that keeps three significant digits."""
     if value is None:
-        return "–"
+        return "-"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     if 1e-3 <= abs(value) < 1e5:

@@ -26,11 +26,11 @@ from rich.text import Text
 from autotune.metrics import Validity
 from autotune.screen import marks
 from autotune.screen.marks import ACCENT, BAD, DIM, GOOD, WARN, number
-from autotune.story import Event, Story, What
+from autotune.story import Evaluation, Event, Story, What
 
 MAX_WIDTH = 132
-_FIXED_LINES = 15
-"""Lines of the panel beside the curve, the decisions and the rows of sensors and knobs."""
+_FIXED_LINES = 8
+"""Borders, progress and the gap below it, the signs, two rules, the controller's state."""
 _BODY_LINES = 7
 """Rows of sensors, and at most as many knobs."""
 
@@ -77,11 +77,16 @@ class Size:
     @property
     def curve(self) -> int:
         """Lines of the reward curve."""
-        return 2 if self.height < 30 else 3 if self.height < 38 else 5
+        return 2 if self.height < 30 else 4 if self.height < 40 else 6
+
+    @property
+    def wide(self) -> bool:
+        return self.width >= 100
 
     @property
     def decisions(self) -> int:
-        return max(self.height - _FIXED_LINES + 6 - _BODY_LINES - self.curve, 3)
+        """Lines of decisions; one line stays free so that the panel never scrolls."""
+        return min(max(self.height - _FIXED_LINES - _BODY_LINES - self.curve - 1, 3), 10)
 
 
 def draw(run: Run, story: Story, clock: Clock, size: Size) -> RenderableType:
@@ -94,8 +99,7 @@ def draw(run: Run, story: Story, clock: Clock, size: Size) -> RenderableType:
         _columns(story, size),
         _rule("decisions", size),
         _decisions(story, size),
-        Text(),
-        _state(run, story),
+        _state(run, story, size),
     )
     return Panel(
         body,
@@ -125,7 +129,7 @@ def _rule(title: str, size: Size) -> Rule:
 
 def _progress(run: Run, story: Story, clock: Clock, size: Size) -> Table:
     done = min(story.last.rollout + 1 if story.last else 0, run.rollouts)
-    left = "–" if clock.left is None else marks.duration(clock.left)
+    left = "-" if clock.left is None else marks.duration(clock.left)
     grid = Table.grid(padding=(0, 2), expand=True)
     for column in ({}, {"ratio": 1}, {"justify": "right"}, {}, {}):
         grid.add_column(no_wrap=True, **column)  # type: ignore[arg-type]
@@ -185,45 +189,46 @@ def _columns(story: Story, size: Size) -> Table:
 
 
 def _sensors(story: Story, size: Size) -> Table:
-    wide = size.width >= 100
-    sparks, extra = (16, 16) if wide else (8, 9)
     grid = Table.grid(padding=(0, 1))
-    for style in (DIM, "bold", "", ""):
-        grid.add_column(style=style, no_wrap=True)
+    for style, width in ((DIM, 10), ("bold", 6), ("", None)):
+        grid.add_column(style=style, no_wrap=True, min_width=width)
     for name in ("reward_mean", "kl_ref", "kl_step", "clip_ratio", "entropy"):
-        _sensor(grid, story, name, size, sparks, extra)
-    _held_out(grid, story)
-    _speed(grid, story, size, sparks)
+        grid.add_row(_short(name), *_sensor(story, name, size))
+    grid.add_row("held-out", *_held_out(story))
+    grid.add_row("tokens/s", *_speed(story, size))
     return grid
-
-
-def _sensor(
-    grid: Table, story: Story, name: str, size: Size, sparks: int, extra: int
-) -> None:
-    values = story.series(name)
-    value = values[-1] if values else None
-    state, _ = (story.last.invalid if story.last else {}).get(name, ("", ""))
-    if value is None:
-        grid.add_row(_short(name), *_absent(state))
-        return
-    line = marks.spark(marks.tail(values, sparks), ACCENT, ascii_only=size.ascii_only)[0]
-    grid.add_row(_short(name), _value(name, value), line, _remark(story, name, value, extra, size))
 
 
 def _short(name: str) -> str:
     return {"reward_mean": "reward"}.get(name, name)
 
 
+def _sensor(story: Story, name: str, size: Size) -> tuple[Text, Text]:
+    """A metric's value, and its recent course with a remark."""
+    values = story.series(name)
+    value = values[-1] if values else None
+    if value is None:
+        state, _ = (story.last.invalid if story.last else {}).get(name, ("", ""))
+        return _absent(state)
+    course = _spark(values, ACCENT, size)
+    return _value(name, value), Text.assemble(course, " ", _remark(story, name, value, size))
+
+
+def _spark(values: Sequence[float | None], style: str, size: Size) -> Text:
+    recent = marks.tail(values, 20 if size.wide else 8)
+    return marks.spark(recent, style, ascii_only=size.ascii_only)[0]
+
+
 def _absent(state: str) -> tuple[Text, Text]:
     """A reading that is no number is said in words, never drawn as 0."""
     words = {
-        Validity.STRUCTURAL_ZERO: ("struct. 0", DIM),
+        Validity.STRUCTURAL_ZERO: ("structurally zero", DIM),
         Validity.NOT_LOGGED: ("not logged", DIM),
-        Validity.MISSING: ("missing", WARN),
-        "": ("–", DIM),
+        Validity.MISSING: ("missing here", WARN),
+        "": ("", DIM),
     }
     word, style = words.get(state, (state.replace("_", " "), BAD))
-    return Text(word, style), Text()
+    return Text("-", style), Text(word, style)
 
 
 def _value(name: str, value: float) -> Text:
@@ -232,37 +237,33 @@ def _value(name: str, value: float) -> Text:
     return Text(f"{value:.2%}" if name == "clip_ratio" else number(value))
 
 
-def _remark(story: Story, name: str, value: float, extra: int, size: Size) -> Text:
+def _remark(story: Story, name: str, value: float, size: Size) -> Text:
     if name == "kl_ref":
-        return marks.gauge(value, extra, ascii_only=size.ascii_only)
+        return marks.gauge(value, 17 if size.wide else 11, ascii_only=size.ascii_only)
     if name == "reward_mean":
         first = next((v for v in story.series(name) if v is not None), value)
         return Text(f"{value - first:+.3f}", GOOD if value >= first else WARN)
-    units = {"kl_step": "per step", "clip_ratio": "clipped", "entropy": "nats"}
-    return Text(units.get(name, ""), DIM)
+    return Text({"kl_step": "nats/token", "entropy": "nats/token", "clip_ratio": "of tokens"}[name], DIM)
 
 
-def _held_out(grid: Table, story: Story) -> None:
-    if not story.evaluations:
-        grid.add_row("held-out", Text("–", DIM), Text(), Text())
-        return
-    first, last = story.evaluations[0], story.evaluations[-1]
-    score = [s for s in (last.greedy, last.sampled) if s is not None][:1]
-    began = [s for s in (first.greedy, first.sampled) if s is not None][:1]
-    kind = "greedy" if last.greedy is not None else "sampled"
-    grid.add_row(
-        "held-out",
-        number(score[0] if score else None),
-        Text(f"from {number(began[0] if began else None)}", DIM),
-        Text(kind, DIM),
-    )
+def _held_out(story: Story) -> tuple[Text, Text]:
+    """The newest held-out score and where it started; greedy where it is measured."""
+    scores = [_score(e) for e in story.evaluations]
+    if not scores or scores[-1] is None:
+        return Text("-", DIM), Text()
+    kind = "greedy" if story.evaluations[-1].greedy is not None else "sampled"
+    return Text(number(scores[-1])), Text(f"{kind}, from {number(scores[0])}", DIM)
 
 
-def _speed(grid: Table, story: Story, size: Size, sparks: int) -> None:
+def _score(evaluation: Evaluation) -> float | None:
+    return evaluation.sampled if evaluation.greedy is None else evaluation.greedy
+
+
+def _speed(story: Story, size: Size) -> tuple[Text, Text]:
     values = story.series("tokens_per_second")
-    if values and values[-1] is not None:
-        line = marks.spark(marks.tail(values, sparks), DIM, ascii_only=size.ascii_only)[0]
-        grid.add_row("tokens/s", Text(f"{values[-1]:,.0f}"), line, Text())
+    if not values or values[-1] is None:
+        return Text("-", DIM), Text()
+    return Text(f"{values[-1]:,.0f}"), _spark(values, DIM, size)
 
 
 def _knobs(story: Story, size: Size) -> Table:
@@ -315,7 +316,8 @@ def decision_cells(event: Event) -> tuple[Text, ...]:
     """Rollout, sign, rule, what happened, why."""
     sign, style = marks.sign_of(event)
     if event.what is What.VERDICT:
-        happened = Text(f"{event.outcome} {event.knob}", style)
+        back = f" → {number(event.after)}" if event.outcome == "reverted" else ""
+        happened = Text(f"{event.outcome} {event.knob}{back}", style)
     elif event.knob:
         happened = Text.assemble(f"{event.knob} ", (marks.arrow(event.before, event.after), "bold"))
     else:
@@ -324,7 +326,7 @@ def decision_cells(event: Event) -> tuple[Text, ...]:
     return Text(str(event.rollout), DIM), Text(sign, style), Text(event.rule, style), happened, reason
 
 
-def _state(run: Run, story: Story) -> Text:
+def _state(run: Run, story: Story, size: Size) -> Text:
     if run.mode == "off":
         return Text("controller off: knobs stay as the recipe sets them", DIM)
     state = (story.last.state if story.last else "") or "starting"
@@ -339,7 +341,7 @@ def _state(run: Run, story: Story) -> Text:
     ]
     text = Text.assemble(("controller ", DIM), (state, f"bold {_state_style(state)}"))
     for words, style in parts:
-        text.append("  ·  ", DIM).append(words, style)
+        text.append("  ·  " if size.wide else " · ", DIM).append(words, style)
     return text
 
 

@@ -40,7 +40,7 @@ def _rollout(run: Run, row: Row, clock: Clock) -> str:
         for name, short in (("actor_learning_rate", "lr"), ("kl_coef", "kl_coef"))
         if name in row.knobs
     )
-    left = "–" if clock.left is None else marks.duration(clock.left)
+    left = "-" if clock.left is None else marks.duration(clock.left)
     state = f" {row.state}" if row.state else ""
     return f"rollout {row.rollout + 1}/{run.rollouts} {sensors} | {knobs} |{state} left {left}"
 
@@ -49,12 +49,12 @@ def _reading(row: Row, name: str) -> str:
     value = row.metrics.get(name)
     if value is not None:
         return f"{value:.2%}" if name == "clip_ratio" else number(value)
-    state, _ = row.invalid.get(name, ("–", ""))
+    state, _ = row.invalid.get(name, ("-", ""))
     return "structurally-zero" if state == Validity.STRUCTURAL_ZERO else state.replace("_", "-")
 
 
 def _event(event: Event) -> str:
     if event.what is What.VERDICT:
         return f"  {event.rule} {event.knob} {event.outcome}: {event.reason}"
-    move = f" {event.knob} {marks.arrow(event.before, event.after)}" if event.knob else ""
+    move = f" {event.knob} {number(event.before)} -> {number(event.after)}" if event.knob else ""
     return f"  {event.rule or 'controller'} {event.what}{move}: {event.reason}"

@@ -77,7 +77,7 @@ def _scores(console: Console, story: Story) -> None:
 
 
 def _score(table: Table, name: str, before: float | None, after: float | None) -> None:
-    change = Text("–", DIM)
+    change = Text("-", DIM)
     if before is not None and after is not None:
         change = Text(f"{after - before:+.3f}", GOOD if after >= before else WARN)
     table.add_row(name, number(before), Text(number(after), "bold"), change)
@@ -96,10 +96,13 @@ def _actions(console: Console, story: Story) -> None:
 
 def _action(act: Act) -> tuple[Text, ...]:
     event = act.event
-    when = str(act.first) if act.moves == 1 else f"{act.first}–{act.last}"
+    when = str(act.first) if act.moves == 1 else f"{act.first}-{act.last}"
     moves = f" ({act.moves} moves)" if act.moves > 1 else ""
     value = Text.assemble((marks.arrow(event.before, act.after), "bold"), (moves, DIM))
     return Text(when), Text(event.rule, ACCENT), Text(event.knob), value, Text(event.reason), _verdict(act)
+
+
+_UNJUDGED = {"regulator": "still regulating", "emergency": "emergency, not on probation"}
 
 
 def _verdict(act: Act) -> Text:
@@ -108,7 +111,7 @@ def _verdict(act: Act) -> Text:
     if act.event.what is What.WOULD:
         return Text("not made (shadow)", DIM)
     if not act.verdict:
-        return Text("not judged yet", DIM)
+        return Text(_UNJUDGED.get(act.event.kind, "not judged yet"), DIM)
     style = marks.SIGNS.get(act.verdict, ("", ""))[1]
     return Text.assemble((act.verdict, style), (f": {act.verdict_reason}", DIM))
 
@@ -144,7 +147,7 @@ def _vetoes(console: Console, vetoes: Sequence[Event]) -> None:
 def _times(console: Console, story: Story) -> None:
     totals: Counter[str] = Counter()
     for row in story.rows.values():
-        totals.update({phase: seconds for phase, seconds in row.times.items()})
+        totals.update(dict(row.times))
     whole = totals.pop("total", 0.0) or sum(totals.values())
     if not whole:
         return

@@ -1,0 +1,313 @@
+"""The process that delivers a run's journal to MLflow: `python -m autotune.tracking.feeder RUN`.
+
+    spool (journal.jsonl) -> payload (pure) -> store (MLflow) -> receipt (RUN/mlflow.json)
+
+With `--follow PID` it lives as long as more lines can come, retrying a store that is down for as
+long as the run lasts: the journal keeps everything meanwhile. Without it (`autotune sync`) it
+delivers what is there. Once nothing more can come it gives up after `--patience` seconds without
+a success, says what is missing, and exits 1; running it again continues where it stopped.
+
+A run that is resumed continues its MLflow run. One feeder per run folder, held by a file lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError, RunError
+from autotune.story import Line, Story
+from autotune.tracking import payload
+from autotune.tracking.names import METRICS_PER_CALL, params_of
+from autotune.tracking.payload import Point
+from autotune.tracking.receipt import Receipt, read_receipt, write_receipt
+from autotune.tracking.spool import Spool, parent_alive
+from autotune.tracking.store import Store, local_uri, safe_uri
+
+POLL_SECONDS = 1.0
+LONGEST_WAIT = 30.0
+"""Seconds between two tries at a store that is down."""
+TABLE_SECONDS = 20.0
+"""Least seconds between two uploads of the decision table while the run goes on."""
+ARTIFACTS = ("journal.jsonl", "recipe.resolved.json", "environment.json")
+DECISIONS = "decisions.json"
+
+
+class GaveUp(RunError):
+    """The store could not be reached; what is missing can be delivered later."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """The points of one journal line."""
+
+    kind: str
+    """`rollout` or `eval`."""
+    rollout: int
+    line: int
+    points: list[Point]
+
+
+@dataclasses.dataclass
+class Feeder:
+    """Delivers one journal to one store."""
+
+    folder: Path
+    uri: str
+    spool: Spool
+    patience: float
+    story: Story = dataclasses.field(default_factory=Story)
+
+    def __post_init__(self) -> None:
+        known = read_receipt(self.folder)
+        store = safe_uri(self.uri)
+        self.receipt = known if known is not None and known.store == store else Receipt(store)
+        self._seen = 0
+        self._after = 0.0
+        self._told: list[Told] = []
+        self._sent = 0
+        self._store: Store | None = None
+        self._table_rows, self._table_time = -1, 0.0
+
+    def feed(self) -> None:
+        """Deliver until nothing more can come, then close the run.
+
+        Raises:
+            GaveUp: if the store stays out of reach after the journal's end.
+        """
+        more = True
+        while more:
+            more = self.spool.open
+            for line in self.spool.take():
+                self._fold(line)
+            self._patiently(self._deliver)
+            if more:
+                time.sleep(POLL_SECONDS)
+
+    def close(self, status: str | None) -> None:
+        """Deliver the artifacts; with a status, end the MLflow run."""
+        self._patiently(lambda: self._finish(status))
+
+    def _fold(self, line: Line | None) -> None:
+        """Take one line into the story and keep its points."""
+        self._seen += 1
+        if line is None:
+            print(f"line {self._seen} of the journal is not JSON; passed over", file=sys.stderr)
+            return
+        self._after += payload.seconds_of(line)
+        kind, rollout = line.get("type"), int(line.get("rollout") or 0)
+        if kind == "rollout":
+            self._tell(kind, rollout, payload.rollout_points(line, self._after))
+        elif kind == "eval":
+            self._tell(kind, rollout, payload.eval_points(line, self._after))
+        self.story.add(line)
+
+    def _tell(self, kind: str, rollout: int, points: list[Point]) -> None:
+        """Keep points unless an earlier line told of the same rollout: a resume repeats some."""
+        if rollout > max((t.rollout for t in self._told if t.kind == kind), default=-1):
+            self._told.append(Told(kind, rollout, self._seen, points))
+
+    def _deliver(self) -> None:
+        if not self.story.header:
+            return
+        store = self._opened()
+        while self._sent < len(self._told):
+            self._deliver_some(store)
+        if self.receipt.lines < self._seen:
+            self._sign(lines=self._seen)
+        self._send_table(store, always=False)
+
+    def _deliver_some(self, store: Store) -> None:
+        """About one call's worth of points, whole lines only, then the receipt for them."""
+        upto, points, receipt = self._sent, list[Point](), self.receipt
+        while upto < len(self._told) and len(points) < METRICS_PER_CALL // 2:
+            told, upto = self._told[upto], upto + 1
+            if told.rollout > getattr(receipt, told.kind):
+                points += told.points
+                receipt = dataclasses.replace(receipt, **{told.kind: told.rollout})
+        if points:
+            store.log_points(points)
+            lines = max(receipt.lines, self._told[upto - 1].line)
+            self._sign(lines=lines, rollout=receipt.rollout, eval=receipt.eval)
+        self._sent = upto
+
+    def _opened(self) -> Store:
+        """The store with this journal's run in it; opened at the first use."""
+        if self._store is not None:
+            return self._store
+        recipe = self.story.recipe or _json_file(self.folder / "recipe.resolved.json")
+        environment = self.story.header.get("environment") or _json_file(self.folder / "environment.json")
+        store = Store(self.uri, self.folder)
+        experiment = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("experiment", "autotune")
+        start_ms = round((self._written() - self._after) * 1000)
+        tags = payload.tags_of(recipe, environment)
+        if store.open_run(self.receipt.run_id, experiment, self._identity(), start_ms, tags):
+            self.receipt, self._sent = Receipt(self.receipt.store), 0  # a new run has nothing yet
+        self._sign(run_id=store.run_id, experiment_id=store.experiment_id, finished=False)
+        store.log_params(params_of(recipe))
+        self._store = store
+        return store
+
+    def _identity(self) -> str:
+        """Hash of the journal's first line: the same after a move, another for another run."""
+        with (self.folder / "journal.jsonl").open("rb") as file:
+            return hashlib.sha256(file.readline()).hexdigest()[:32]
+
+    def _written(self) -> float:
+        return (self.folder / "journal.jsonl").stat().st_mtime
+
+    def _send_table(self, store: Store, *, always: bool) -> None:
+        table = payload.decision_table(self.story)
+        rows, now = len(table["data"]), time.monotonic()
+        due = rows != self._table_rows and now - self._table_time > TABLE_SECONDS
+        if always or (rows and due):
+            store.log_table(table, DECISIONS)
+            self._table_rows, self._table_time = rows, now
+
+    def _finish(self, status: str | None) -> None:
+        if not self.story.header:
+            return
+        store = self._opened()
+        self._send_table(store, always=True)
+        store.set_tag("mlflow.note.content", payload.note(self.story))
+        for name in ARTIFACTS:
+            if (self.folder / name).exists():
+                store.log_file(self.folder / name)
+        if status is not None:
+            store.terminate(status, round(self._written() * 1000))
+        self._sign(finished=status is not None)
+
+    def _sign(self, **changes: Any) -> None:
+        self.receipt = dataclasses.replace(self.receipt, **changes)
+        write_receipt(self.folder, self.receipt)
+
+    def _patiently(self, act: Callable[[], None]) -> None:
+        """Do it; while the store is down wait longer and longer, the run's length if need be."""
+        wait, since_end = POLL_SECONDS, None
+        while True:
+            try:
+                act()
+                return
+            except Exception as error:  # the store's own errors are of many kinds
+                now = time.monotonic()
+                if not self.spool.open:
+                    since_end = since_end or now
+                    if now - since_end >= self.patience:
+                        raise GaveUp(self._missing(error)) from error
+                print(f"{safe_uri(self.uri)}: {_brief(error)}; next try in {wait:.0f} s", file=sys.stderr)
+                self._wait(wait, since_end)
+                wait = min(wait * 2, LONGEST_WAIT)
+
+    def _wait(self, seconds: float, since_end: float | None) -> None:
+        """Sleep, but wake up when the journal ends: from then on patience counts."""
+        until = time.monotonic() + seconds
+        if since_end is not None:
+            until = min(until, since_end + self.patience)
+        while time.monotonic() < until:
+            time.sleep(min(POLL_SECONDS, max(until - time.monotonic(), 0.0)))
+            if since_end is None and not self.spool.open:
+                return
+
+    def _missing(self, error: Exception) -> str:
+        return (
+            f"MLflow at {safe_uri(self.uri)} did not take the run ({_brief(error)}); "
+            f"{self.receipt.lines} journal lines are delivered, the rest is safe in the journal. "
+            f"Deliver it later with: autotune sync {self.folder}"
+        )
+
+
+def _brief(error: Exception) -> str:
+    """First line of an error, without what may hold a password."""
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _json_file(path: Path) -> Mapping[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return data if isinstance(data, dict) else {}
+    return {}
+
+
+@contextlib.contextmanager
+def only_one(folder: Path, wait: float) -> Iterator[None]:
+    """Hold the run folder's delivery lock.
+
+    Raises:
+        InputError: if another feeder still holds it after `wait` seconds.
+    """
+    until = time.monotonic() + wait
+    with (folder / ".mlflow.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise InputError(
+                        f"another feeder is delivering {folder}; it will finish by itself, "
+                        "or stop it and run autotune sync again"
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def resolve_uri(folder: Path, uri: str | None) -> str:
+    """The store asked for, else the recipe's, else the local one."""
+    recipe = _json_file(folder / "recipe.resolved.json")
+    wanted = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("uri")
+    return uri or wanted or local_uri(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of the feeder; 0 when everything is delivered, 1 when not, 2 on bad input."""
+    options = _options(arguments)
+    folder: Path = options.run
+    if not (options.follow or (folder / "journal.jsonl").is_file()):
+        print(f"{folder} has no journal.jsonl; give the folder of a run", file=sys.stderr)
+        return 2
+    if options.follow:
+        with contextlib.suppress(OSError):
+            os.nice(15)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's; its `end` line ends us
+    try:
+        return deliver(folder, resolve_uri(folder, options.uri), options.follow, options.patience)
+    except (GaveUp, InputError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def deliver(folder: Path, uri: str, follow: int | None, patience: float) -> int:
+    """Deliver one run folder, following its writer when there is one."""
+    alive = parent_alive(follow) if follow else lambda: False
+    with only_one(folder, wait=30.0 if follow else 2.0):
+        feeder = Feeder(folder, uri, Spool(folder / "journal.jsonl", alive), patience)
+        feeder.feed()
+        ended = feeder.story.end is not None
+        feeder.close(payload.status_of(feeder.story.end) if ended or follow else None)
+    print(f"{feeder.receipt.lines} journal lines delivered to {safe_uri(uri)}, run {feeder.receipt.run_id}")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="autotune.tracking.feeder", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--uri", help="MLflow tracking URI; default: the recipe's, else local SQLite")
+    parser.add_argument("--follow", type=int, metavar="PID", help="parent process that writes the journal")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds of retrying at the end")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

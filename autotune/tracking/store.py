@@ -1,0 +1,152 @@
+"""The only file that imports mlflow: one run in one tracking store.
+
+Runs, metrics, params, tags and plain files only; nothing is ever loaded back from the store except
+the run's own fields. Usage statistics and git look-ups of mlflow are switched off before it is
+imported, and its own retries are kept short because the feeder has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from autotune.tracking.names import METRICS_PER_CALL, PARAMS_PER_CALL, chunks
+from autotune.tracking.payload import Point
+
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+JOURNAL_TAG = "autotune.journal"
+"""Identity of a journal (the hash of its first line): finds the run again when the receipt is lost."""
+
+
+def local_uri(folder: Path) -> str:
+    """One SQLite store beside the run folders, so that runs compare."""
+    return f"sqlite:///{folder.resolve().parent / 'mlflow.db'}"
+
+
+def safe_uri(uri: str) -> str:
+    """A URI without its password, fit for files and messages."""
+    parts = urlsplit(uri)
+    if parts.password is None:
+        return uri
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+class Store:
+    """One MLflow run; every method may raise whatever the store raises."""
+
+    def __init__(self, uri: str, folder: Path) -> None:
+        os.environ.update(QUIET)
+        import mlflow
+
+        self.uri = uri
+        self._folder = folder.resolve()
+        with self._first_use():
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            self._client.search_experiments(max_results=1)
+        self.run_id = ""
+        self.start_ms = 0
+
+    @contextlib.contextmanager
+    def _first_use(self) -> Iterator[None]:
+        """Two feeders must not create the tables of one new SQLite file at the same time."""
+        if not self.uri.startswith("sqlite:"):
+            yield
+            return
+        with (self._folder.parent / ".mlflow.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def open_run(
+        self, run_id: str, experiment: str, identity: str, start_ms: int, tags: dict[str, str]
+    ) -> bool:
+        """Continue the run of this journal, or create it; True when it was created."""
+        known = self._usable(run_id) or self._find(experiment, identity)
+        created = known is None
+        if known is None:
+            known = self._client.create_run(
+                self._experiment(experiment), start_time=start_ms, tags={**tags, JOURNAL_TAG: identity}
+            )
+        elif known.info.status != "RUNNING":
+            self._client.update_run(known.info.run_id, status="RUNNING")
+        self.run_id, self.start_ms = known.info.run_id, known.info.start_time
+        self.experiment_id = known.info.experiment_id
+        return created
+
+    def _usable(self, run_id: str) -> Any:
+        """The run by its id, unless somebody deleted it."""
+        from mlflow.exceptions import MlflowException
+
+        if not run_id:
+            return None
+        try:
+            run = self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        return run if run.info.lifecycle_stage == "active" else None
+
+    def _find(self, experiment: str, identity: str) -> Any:
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None or found.lifecycle_stage != "active":
+            return None
+        where = f"tags.`{JOURNAL_TAG}` = '{identity}'"
+        runs = self._client.search_runs([found.experiment_id], where, max_results=1)
+        return runs[0] if runs else None
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            if found.lifecycle_stage != "active":
+                self._client.restore_experiment(found.experiment_id)
+            return str(found.experiment_id)
+        place = None
+        if self.uri.startswith("sqlite:"):
+            place = (self._folder.parent / "mlflow-artifacts" / name).as_uri()
+        return str(self._client.create_experiment(name, artifact_location=place))
+
+    def log_params(self, params: dict[str, str]) -> None:
+        """Params are written once; the ones that the run already has are left as they are."""
+        from mlflow.entities import Param
+
+        there = self._client.get_run(self.run_id).data.params
+        new = [Param(k, v) for k, v in params.items() if k not in there]
+        for some in chunks(new, PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=list(some))
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(p.name, p.value, self.start_ms + round(p.after * 1000), p.step) for p in points]
+        for some in chunks(metrics, METRICS_PER_CALL):
+            self._client.log_batch(self.run_id, metrics=list(some))
+
+    def log_table(self, table: dict[str, Any], name: str) -> None:
+        """A table in the format of `mlflow.log_table`, replaced as a whole (that call appends)."""
+        self._client.log_text(self.run_id, json.dumps(table), name)
+        index = json.dumps([{"path": name, "type": "table"}])
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", index)
+
+    def log_file(self, path: Path) -> None:
+        self._client.log_artifact(self.run_id, str(path))
+
+    def set_tag(self, name: str, value: str) -> None:
+        self._client.set_tag(self.run_id, name, value)
+
+    def terminate(self, status: str, end_ms: int) -> None:
+        self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
