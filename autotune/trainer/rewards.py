@@ -103,11 +103,9 @@ def last_match(section: RegexReward, task: TaskData) -> Scorer:
     group = min(pattern.groups, 1)
 
     def score(response: str, example: Example) -> float:
-        found = None
-        for found in pattern.finditer(response):
-            pass
-        text = found.group(group) if found else None
-        return float(text is not None and text.strip() == example.answer.strip())
+        matches = [match.group(group) for match in pattern.finditer(response)]
+        last = matches[-1] if matches else None  # None too where an optional group is not there
+        return float(last is not None and last.strip() == example.answer.strip())
 
     return score
 

@@ -1,4 +1,4 @@
-"""Tasks by the `type` of the recipe's `task` section; each is imported only when it is asked for."""
+"""Tasks by the `type` of the recipe's `task` section; each is imported only when asked for."""
 
 from __future__ import annotations
 
