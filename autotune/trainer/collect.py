@@ -1,0 +1,159 @@
+"""One rollout's data: prompts drawn, responses sampled, scored and compared with their siblings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from autotune.trainer.advantages import group_advantages, zero_std_groups
+from autotune.trainer.forward import TokenBatch
+from autotune.trainer.ranks import Ranks, Rows
+from autotune.trainer.rewards import Rewards
+from autotune.trainer.rollout.base import Draw, Prompts, Responses, Sampler
+from autotune.trainer.tasks import Example
+
+Column = NDArray[np.float64]
+"""One number per sample, NaN where it could not be scored, [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """All responses of a rollout on every rank, in the order prompt by prompt, N = P n."""
+
+    batch: TokenBatch
+    sampler_log_probs: Tensor | None
+    """float32 [N, R] on the device; None when the sampler gave none."""
+    lengths: Rows
+    """Response tokens, [N]."""
+    truncated: NDArray[np.bool_]
+    """Without an end token, [N]."""
+    prompt_lengths: Rows
+    """[P]."""
+    prompts_cut: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the responses were worth."""
+
+    total: Column
+    components: dict[str, Column]
+    advantages: Tensor
+    """float32 [N] on the CPU."""
+    zero_std_fraction: float
+
+
+def sample_all(
+    sampler: Sampler, prompts: Prompts, draw: Draw, group: int, chunk: int, ranks: Ranks
+) -> Samples:
+    """Draw `group` responses per prompt; each rank draws its part in chunks of `chunk` samples."""
+    total = prompts.ids.shape[0] * group
+    mine = ranks.share(np.arange(total))
+    parts = [
+        sampler.sample(prompts, torch.from_numpy(rows // group), torch.from_numpy(rows % group), draw)
+        for rows in np.split(mine, range(chunk, len(mine), chunk))
+    ]
+    return _gather(parts, mine, prompts, group, ranks)
+
+
+def _gather(
+    parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int, ranks: Ranks
+) -> Samples:
+    total = prompts.ids.shape[0] * group
+
+    def whole(pick: Callable[[Responses], Tensor]) -> Tensor:
+        return ranks.whole(mine, torch.cat([pick(part) for part in parts]), total)
+
+    ids = whole(lambda part: part.ids)  # [N, R]
+    lengths = whole(lambda part: part.mask.sum(dim=1))  # [N]
+    truncated = whole(lambda part: part.truncated.long())  # [N]
+    known = all(part.log_probs is not None for part in parts)
+    log_probs = whole(lambda part: part.log_probs) if known else None  # type: ignore[arg-type,return-value]
+    columns = torch.arange(ids.shape[1], device=ids.device)  # [R]
+    batch = _batch(prompts, group, ids, columns[None, :] < lengths[:, None])
+    return Samples(
+        batch=batch,
+        sampler_log_probs=log_probs,
+        lengths=lengths.cpu().numpy(),
+        truncated=truncated.cpu().numpy().astype(bool),
+        prompt_lengths=prompts.lengths.numpy(),
+        prompts_cut=prompts.cut,
+    )
+
+
+def _batch(prompts: Prompts, group: int, ids: Tensor, mask: Tensor) -> TokenBatch:
+    padded = not bool(prompts.mask.all())
+    prompt_mask = prompts.mask.repeat_interleave(group, dim=0).to(ids.device) if padded else None
+    prompt_ids = prompts.ids.repeat_interleave(group, dim=0).to(ids.device)  # [N, L]
+    return TokenBatch(prompt_ids, prompt_mask, ids, mask)
+
+
+def texts(samples: Samples, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> list[str]:
+    """Responses as text, without padding and special tokens."""
+    ids = samples.batch.response_ids.cpu().numpy()  # [N, R]
+    kept = [ids[row, : samples.lengths[row]].tolist() for row in rows]
+    return tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+
+def score_all(
+    samples: Samples,
+    examples: Sequence[Example],
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    group: int,
+    ranks: Ranks,
+) -> Scores:
+    """Score every response; each rank scores its part, then all share the numbers."""
+    total = len(examples) * group
+    mine = ranks.share(np.arange(total))
+    table = rewards.score(texts(samples, tokenizer, mine), [examples[row // group] for row in mine])
+    columns = [table.total, *table.components.values()]
+    part = torch.tensor([[math.nan if v is None else v for v in c] for c in columns]).double()
+    whole = ranks.whole(mine, part.T.contiguous(), total)  # [N, 1 + components]
+    return _scores(whole, list(table.components), group)
+
+
+def _scores(whole: Tensor, names: list[str], group: int) -> Scores:
+    total = whole[:, 0].view(-1, group)  # [P, n]
+    scored = total.isfinite()  # [P, n]
+    columns = whole.numpy().T  # [1 + components, N]
+    return Scores(
+        total=columns[0],
+        components=dict(zip(names, columns[1:], strict=True)),
+        advantages=group_advantages(total, scored).flatten().float(),
+        zero_std_fraction=float(zero_std_groups(total, scored).double().mean()),
+    )
+
+
+def describe(samples: Samples, scores: Scores) -> dict[str, float | None]:
+    """The rollout's rewards and lengths under their canonical names."""
+    length, scored = samples.lengths, scores.total[np.isfinite(scores.total)]
+    p50, p95, p995 = (float(q) for q in np.quantile(length, (0.5, 0.95, 0.995)))
+    return {
+        "reward_mean": float(scored.mean()) if scored.size else None,
+        "reward_std": float(scored.std()) if scored.size else None,
+        **{f"reward/{name}": _mean(column) for name, column in scores.components.items()},
+        "zero_std_fraction": scores.zero_std_fraction,
+        "rollout_success_rate": scored.size / scores.total.size,
+        "response_length_mean": float(length.mean()),
+        "response_length_p50": p50,
+        "response_length_p95": p95,
+        "response_length_p995": p995,
+        "response_length_max": float(length.max()),
+        "truncated_fraction": float(samples.truncated.mean()),
+        "prompt_length_mean": float(samples.prompt_lengths.mean()),
+        "prompt_length_max": float(samples.prompt_lengths.max()),
+        "prompts_cut": float(samples.prompts_cut),
+    }
+
+
+def _mean(column: Column) -> float | None:
+    known = column[np.isfinite(column)]
+    return float(known.mean()) if known.size else None

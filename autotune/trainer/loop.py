@@ -1,0 +1,413 @@
+"""The training loop: rollout after rollout, each one sampled, learnt from, measured and recorded.
+
+    sample and score -> old log-probs -> reference log-probs -> U updates -> drift -> record
+    on_rollout(record)      somebody outside may now set knobs or bring weights back
+    checkpoint if due
+
+The loop knows no controller. It reads its knobs from `live` at the top of a rollout and hands out
+a record at its end; between the two nothing changes but weights. Its clock is the rollout index,
+which never rewinds: a restore brings back weights, moments and Adam's step count, while the data
+cursor and the noise go on, or else the same collapse would happen again.
+
+What must survive a kill is small: weights and moments, the rollout index, the data cursor, the
+knobs, and what `extra_state` gives. There are no random streams to save: prompts, mini-batch order,
+sampling noise and dropout are functions of seed and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+from autotune.decisions import RunFacts
+from autotune.errors import AdapterError, CheckpointError, ControlStop
+from autotune.recipe import Recipe, knob_vector, recipe_facts
+from autotune.trainer.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
+from autotune.trainer.clock import PhaseClock
+from autotune.trainer.collect import Samples, Scores, describe, sample_all, score_all
+from autotune.trainer.evaluate import evaluate
+from autotune.trainer.interrupts import held_interrupts
+from autotune.trainer.live import LiveKnobs
+from autotune.trainer.losses import LossKnobs
+from autotune.trainer.meters import Measured, Meters
+from autotune.trainer.order import Stream, take_prompts, torch_seed
+from autotune.trainer.parts import build_parts
+from autotune.trainer.records import RolloutRecord
+from autotune.trainer.rollout.base import Draw, pad_prompts
+from autotune.trainer.schedule import factor
+from autotune.trainer.update import (
+    BatchKnobs,
+    Experience,
+    MiniBatch,
+    Updater,
+    first_epoch,
+    fixed_subset,
+    make_plan,
+    measure_drift,
+    score_samples,
+    seeded_dropout,
+)
+
+OnPhase = Callable[[str, int], None]
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+class Trainer:
+    """One GRPO run of a recipe in a folder."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        resume: bool = False,
+        on_phase: OnPhase | None = None,
+        on_event: OnEvent | None = None,
+        extra_state: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """Build everything; with `resume`, continue from the folder's newest good checkpoint.
+
+        Args:
+            recipe: the run.
+            folder: its run folder; checkpoints go into `checkpoints` below it.
+            resume: continue instead of starting.
+            on_phase: told (phase, rollout) as phases are reached: rollout, update (after the first
+                update), on_rollout, save, save:files, save:renamed, between.
+            on_event: told ("eval", ...) and ("checkpoint", ...) as they happen.
+            extra_state: JSON state of others to be saved with every checkpoint.
+        """
+        self.recipe = recipe
+        self.folder = Path(folder)
+        self.rollout = 0
+        self.restored_state: dict[str, Any] | None = None
+        self._cursor = 0  # prompts drawn so far
+        self._resumed = resume
+        self._on_phase = on_phase or (lambda phase, rollout: None)
+        self._on_event = on_event or (lambda name, payload: None)
+        self._extra_state = extra_state or dict
+        self.parts = build_parts(recipe)
+        self._before: object | None = None  # engine snapshot from before this rollout's updates
+        self._updating = False
+        self._saved = -1  # rollout of the newest checkpoint written by this process
+        self.live = LiveKnobs(
+            knob_vector(recipe),
+            world_size=self.parts.ranks.size,
+            context=getattr(self.parts.model.config, "max_position_embeddings", None),
+            has_reference=self.parts.reference is not None,
+            use_learning_rate=self._use_learning_rate,
+        )
+        if resume:
+            self._resume()
+
+    # -- what the outside asks for -----------------------------------------------------------------
+
+    def facts(self) -> RunFacts:
+        """Structure of the run, and which knobs and metrics it has, with reasons."""
+        return recipe_facts(self.recipe, self.parts.ranks.size)
+
+    def run(self, on_rollout: Callable[[RolloutRecord], None]) -> None:
+        """Train to the end; a stop or Ctrl-C is saved and raised again.
+
+        Args:
+            on_rollout: called after every rollout; may set `live` and bring weights back.
+        """
+        try:
+            if not self._resumed:
+                self._save()
+            while self.rollout < self.recipe.trainer.rollouts:
+                self._one_rollout(on_rollout)
+                self._on_phase("between", self.rollout)
+            self._evaluate_now()
+        except (ControlStop, KeyboardInterrupt):
+            self._save_stopped()
+            raise
+
+    def undo_rollout(self) -> None:
+        """Bring back weights, moments and step count from before this rollout's updates.
+
+        Raises:
+            AdapterError: the recipe keeps no such snapshot, or no rollout has been trained yet.
+        """
+        if self._before is None:
+            raise AdapterError(
+                "there is no snapshot from before this rollout's updates: expected"
+                " trainer.veto_snapshot: true and a finished rollout; restore a checkpoint instead"
+            )
+        self.parts.engine.restore(self._before)
+
+    def restore_checkpoint(self, before_rollout: int) -> int:
+        """Bring back weights, moments and step count of the newest fitting checkpoint.
+
+        Returns:
+            The checkpoint's rollout, at most `before_rollout`.
+
+        Raises:
+            CheckpointError: no whole checkpoint is that old.
+        """
+        for path in find_checkpoints(self._checkpoints):
+            rollout = checkpoint_rollout(path)
+            if rollout <= before_rollout:
+                load_checkpoint(path, self.parts.engine)
+                return rollout
+        raise CheckpointError(
+            f"no whole checkpoint of rollout {before_rollout} or before in {self._checkpoints}"
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Score on the fixed held-out prompts; empty when the task holds nothing out."""
+        parts = self.parts
+        if parts.held_out is None:
+            return {}
+        return evaluate(
+            self.recipe, parts.held_out, parts.sampler, parts.rewards, parts.tokenizer, parts.ranks
+        )
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self.parts.engine.close()
+
+    # -- one rollout -------------------------------------------------------------------------------
+
+    def _one_rollout(self, on_rollout: Callable[[RolloutRecord], None]) -> None:
+        scores = self._evaluate_if_due()
+        prompts = self.live.count("train_batch_size")
+        record = self._train(scores)
+        self._on_phase("on_rollout", self.rollout)
+        with held_interrupts():
+            try:
+                on_rollout(record)
+            finally:  # whatever it raised, this rollout has happened
+                self.rollout += 1
+                self._cursor += prompts
+        if self._checkpoint_due():
+            self._save()
+
+    def _train(self, evaluation: dict[str, float]) -> RolloutRecord:
+        """Sample, learn and measure; the record tells all of it."""
+        clock, knobs, epoch = PhaseClock(self.parts.engine.device), self.live.vector(), self.live.epoch
+        with clock.phase("total"):
+            self._on_phase("rollout", self.rollout)
+            with clock.phase("rollout"):
+                samples, scores = self._collect()
+            plan = self._plan(samples, scores)
+            meters = self._meters(len(plan))
+            experience = self._experience(samples, scores, plan, meters, clock)
+            with clock.phase("update"):
+                moved = self._update(plan, experience, meters)
+            with clock.phase("kl_step_forward"):
+                self._measure_drift(experience, samples, meters)
+            measured = meters.finish(self.parts.ranks)
+        return RolloutRecord(
+            rollout=self.rollout,
+            knobs=knobs,
+            epoch=epoch,
+            scalars=self._scalars(samples, scores, measured, moved, clock, evaluation),
+            per_update=measured.per_update,
+            histograms=measured.histograms,
+            times=dict(clock.seconds),
+        )
+
+    def _collect(self) -> tuple[Samples, Scores]:
+        parts, live = self.parts, self.live
+        group, count = live.count("rollout_n"), live.count("train_batch_size")
+        taken = take_prompts(len(parts.task.train), self.recipe.seed, self._cursor, count)
+        examples = [parts.task.train[i] for i in taken]
+        encoded = [parts.task.prompt_ids(example) for example in examples]
+        prompts = pad_prompts(encoded, live.count("max_prompt_length"), parts.pad_id)
+        draw = Draw(
+            seed=self.recipe.seed,
+            rollout=self.rollout,
+            temperature=live["temperature"],
+            max_response_length=live.count("max_response_length"),
+        )
+        chunk = live.count("rollout_micro_batch_size")
+        samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks)
+        scores = score_all(samples, examples, parts.rewards, parts.tokenizer, group, parts.ranks)
+        return samples, scores
+
+    def _plan(self, samples: Samples, scores: Scores) -> list[MiniBatch]:
+        return make_plan(
+            samples.lengths,
+            scores.advantages,
+            BatchKnobs(**{name: self.live.count(name) for name in BatchKnobs.__slots__}),
+            (self.recipe.seed, self.rollout),
+            self.parts.ranks,
+            self.parts.engine.device,
+        )
+
+    def _meters(self, updates: int) -> Meters:
+        return Meters(
+            updates,
+            self.live["clip_range_low"],
+            self.live["clip_range_high"],
+            self.parts.reference is not None,
+            self.parts.engine.device,
+        )
+
+    def _experience(
+        self,
+        samples: Samples,
+        scores: Scores,
+        plan: list[MiniBatch],
+        meters: Meters,
+        clock: PhaseClock,
+    ) -> Experience:
+        """Log-probs of the sampling weights, once, and of the reference."""
+        parts, batch, temperature = self.parts, samples.batch, self.live["temperature"]
+        micro = first_epoch(plan, self.live.count("ppo_epochs"))
+        with clock.phase("old_log_prob"):
+            old, entropy = score_samples(
+                parts.model, batch, micro, temperature, parts.ranks, with_entropy=True
+            )
+        ref = None
+        with clock.phase("reference"):
+            if parts.reference is not None:
+                ref, _ = score_samples(parts.reference, batch, micro, temperature, parts.ranks)
+        if parts.ranks.rank == 0:  # everybody holds all of it, and meters are summed over ranks
+            sampler = samples.sampler_log_probs
+            meters.add_sampled(old, entropy, ref, sampler, batch.response_mask)
+        return Experience(batch, scores.advantages.to(old.device), old, ref)
+
+    def _update(self, plan: list[MiniBatch], experience: Experience, meters: Meters) -> list[bool]:
+        """All updates of this rollout; says which of them moved the weights."""
+        engine, recipe = self.parts.engine, self.recipe
+        engine.set_learning_rate(self.live["actor_learning_rate"] * self._factor(self.rollout))
+        self._before = engine.snapshot() if recipe.trainer.veto_snapshot else None
+        updater = Updater(engine, experience, self._loss_knobs(), self.live["temperature"])
+        moved = []
+        self._updating = True
+        with seeded_dropout(torch_seed(Stream.DROPOUT, recipe.seed, self.rollout, engine.rank)):
+            for stepped in updater.run(plan, meters):
+                moved.append(stepped)
+                if len(moved) == 1:
+                    self._on_phase("update", self.rollout)
+        self._updating = False
+        return moved
+
+    def _loss_knobs(self) -> LossKnobs:
+        return LossKnobs(
+            clip_low=self.live["clip_range_low"],
+            clip_high=self.live["clip_range_high"],
+            kl_coef=self.live["kl_coef"],
+            kl_estimator=self.recipe.trainer.kl.estimator,
+            entropy_coef=self.live["entropy_coef"],
+        )
+
+    def _measure_drift(self, experience: Experience, samples: Samples, meters: Meters) -> None:
+        subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
+        measure_drift(
+            self.parts.model,
+            experience,
+            self.parts.ranks.share(subset),
+            samples.lengths,
+            self.live.count("micro_batch_size"),
+            self.live["temperature"],
+            meters,
+        )
+
+    def _scalars(
+        self,
+        samples: Samples,
+        scores: Scores,
+        measured: Measured,
+        moved: list[bool],
+        clock: PhaseClock,
+        evaluation: dict[str, float],
+    ) -> dict[str, float | None]:
+        group = self.live.count("rollout_n")
+        tokens = int(samples.lengths.sum() + samples.prompt_lengths.sum() * group)
+        scalars = describe(samples, scores) | measured.scalars
+        scalars["learning_rate"] = self.parts.engine.learning_rate()
+        scalars["updates_skipped"] = float(moved.count(False))
+        scalars["tokens_per_second"] = tokens / clock.seconds["total"]
+        if evaluation:
+            scalars["eval_score"] = evaluation.get("greedy", evaluation["sampled"])
+        return scalars
+
+    # -- learning rate -----------------------------------------------------------------------------
+
+    def _factor(self, rollout: int) -> float:
+        trainer = self.recipe.trainer
+        return factor(trainer.lr_schedule, rollout, trainer.rollouts)
+
+    def _use_learning_rate(self, peak: float) -> float:
+        """Put the coming rollout's rate into the optimizer; the peak that it amounts to there."""
+        scale = self._factor(self.rollout)
+        self.parts.engine.set_learning_rate(peak * scale)
+        return self.parts.engine.learning_rate() / scale
+
+    # -- evaluation and checkpoints ----------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        every = self.recipe.eval.every
+        due = self.rollout == 0 or (every > 0 and self.rollout % every == 0)
+        return self._evaluate_now() if due else {}
+
+    def _evaluate_now(self) -> dict[str, float]:
+        scores = self.evaluate()
+        if scores:
+            self._on_event("eval", {"rollout": self.rollout, **scores})
+        return scores
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def _checkpoint_due(self) -> bool:
+        last = self.rollout == self.recipe.trainer.rollouts
+        return last or self.rollout % self.recipe.checkpoint.every == 0
+
+    def _save(self) -> None:
+        """Write a checkpoint of the state between two rollouts; Ctrl-C waits until it is whole."""
+        with held_interrupts():
+            self._on_phase("save", self.rollout)
+            path = save_checkpoint(
+                self._checkpoints,
+                self.rollout,
+                engine=self.parts.engine,
+                model=self.parts.model,
+                tokenizer=self.parts.tokenizer,
+                state=self._state(),
+                keep=self.recipe.checkpoint.keep,
+                on_phase=lambda phase: self._on_phase(phase, self.rollout),
+            )
+            self._saved = self.rollout
+            self._on_event("checkpoint", {"rollout": self.rollout, "path": str(path)})
+
+    def _save_stopped(self) -> None:
+        """Save the newest state between two rollouts, if it can still be had."""
+        if self._updating and self._before is None:
+            return  # half-updated and nothing to go back to: the last checkpoint stands
+        if self._updating and self._before is not None:
+            self.parts.engine.restore(self._before)
+            self._updating = False
+        if self._saved != self.rollout:
+            self._save()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "rollout": self.rollout,
+            "cursor": self._cursor,
+            "live": self.live.state_dict(),
+            "extra": self._extra_state(),
+        }
+
+    def _resume(self) -> None:
+        found = find_checkpoints(self._checkpoints)
+        if not found:
+            raise CheckpointError(
+                f"nothing to resume: no whole checkpoint in {self._checkpoints};"
+                " start the run without --resume"
+            )
+        state = load_checkpoint(found[0], self.parts.engine)
+        self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
+        self.live.load_state_dict(state["live"])
+        self.restored_state = state["extra"]
+        self._saved = self.rollout
+
+
+def checkpoint_rollout(path: Path) -> int:
+    """Number of finished rollouts in a checkpoint's folder name."""
+    return int(path.name.rsplit("-", 1)[1])

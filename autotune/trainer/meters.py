@@ -1,0 +1,203 @@
+"""Sums on the device, one copy to the host per rollout.
+
+Everything that is measured while training is a sum over tokens, so it lives in one float64 buffer
+on the device: U rows of per-update sums, two histograms and the rollout's own sums. `finish`
+reduces it over ranks in one collective, copies it in one go and divides by the token counts on the
+host. Nothing before that waits for the device.
+
+With d = log-prob - old log-prob and r = exp(d), over response tokens:
+
+    clip_ratio            tokens whose clipped branch is active (`losses.clipped_branch_active`)
+    ratio_low/in/high     r < 1 - low, inside, r > 1 + high, whatever the advantage
+    kl_step               mean of r - 1 - d: k3 of KL(sampling weights || weights now)
+    kl_ref                mean of exp(e) - 1 - e with e = reference log-prob - log-prob
+    policy_ratio          counts of r in 64 log-spaced bins over [1/8, 8] and two overflow bins
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autotune.metrics import RATIO_BINS, RATIO_LIMIT
+from autotune.trainer.losses import clipped_branch_active, k3
+from autotune.trainer.ranks import Ranks
+
+UPDATE_SUMS = ("tokens", "clipped", "low", "in", "high", "kl_step", "kl_ref", "loss", "grad_norm")
+ROLLOUT_SUMS = ("tokens", "entropy", "kl_ref", "kl_mismatch", "last_tokens", "kl_step_last")
+_BINS = RATIO_BINS + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A rollout's meters on the host."""
+
+    per_update: dict[str, list[float]]
+    scalars: dict[str, float]
+    histograms: dict[str, list[float]]
+
+
+def ratio_bins(log_ratio: Tensor) -> Tensor:
+    """Histogram bin of every log-ratio, int64: 0 and RATIO_BINS + 1 are the overflow bins.
+
+    A bin holds its lower edge; a ratio of exactly 1 is the first of the upper half. NaN counts as
+    too high, so that no token is lost from the total.
+    """
+    position = (log_ratio / (2 * math.log(RATIO_LIMIT)) + 0.5) * RATIO_BINS
+    return position.nan_to_num(nan=torch.inf).floor().clamp(-1, RATIO_BINS).long() + 1
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """k3 in float64: in float32 a drift near 0 would round to a negative KL."""
+    return k3(difference.double()).clamp(min=0.0)
+
+
+def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over response tokens in float64; padding may hold anything, NaN included."""
+    return torch.where(mask, values, 0.0).sum(dtype=torch.float64)
+
+
+class Meters:
+    """Accumulates one rollout's measurements."""
+
+    def __init__(
+        self, updates: int, clip_low: float, clip_high: float, has_reference: bool, device: torch.device
+    ) -> None:
+        self._updates = updates
+        self._clip = (clip_low, clip_high)
+        self._has_reference = has_reference
+        self._mismatch_known = False
+        width = updates * len(UPDATE_SUMS) + 2 * _BINS + len(ROLLOUT_SUMS)
+        self._buffer = torch.zeros(width, dtype=torch.float64, device=device)
+        rows, histograms, rollout = self._views(self._buffer)
+        self._rows = rows  # [U, len(UPDATE_SUMS)]
+        self._histograms = histograms  # [2, RATIO_BINS + 2]: all updates, last update
+        self._rollout = rollout  # [len(ROLLOUT_SUMS)]
+
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = (self._updates * len(UPDATE_SUMS), 2 * _BINS, len(ROLLOUT_SUMS))
+        rows, histograms, rollout = buffer.split(sizes)
+        return rows.view(self._updates, -1), histograms.view(2, _BINS), rollout
+
+    @torch.no_grad()
+    def add_sampled(
+        self,
+        old_log_probs: Tensor,
+        entropy: Tensor,
+        ref_log_probs: Tensor | None,
+        sampler_log_probs: Tensor | None,
+        mask: Tensor,
+    ) -> None:
+        """Facts of the sampling weights on this rank's samples, everything [B, R]."""
+        self._add(self._rollout, ROLLOUT_SUMS, "tokens", mask.sum())
+        self._add(self._rollout, ROLLOUT_SUMS, "entropy", _masked_sum(entropy, mask))
+        if ref_log_probs is not None:
+            kl = _k3(ref_log_probs - old_log_probs)  # [B, R]
+            self._add(self._rollout, ROLLOUT_SUMS, "kl_ref", _masked_sum(kl, mask))
+        if sampler_log_probs is not None:
+            self._mismatch_known = True
+            mismatch = _k3(old_log_probs - sampler_log_probs)  # [B, R]
+            self._add(self._rollout, ROLLOUT_SUMS, "kl_mismatch", _masked_sum(mismatch, mask))
+
+    @torch.no_grad()
+    def add_micro_batch(
+        self,
+        update: int,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        ref_log_probs: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        loss: Tensor,
+    ) -> None:
+        """What one training forward saw; tensors [B, R], advantages [B], loss this rank's part."""
+        difference = log_probs.detach() - old_log_probs  # [B, R]
+        ratio = difference.exp()  # [B, R]
+        low, high = self._clip
+        below, above = ratio < 1.0 - low, ratio > 1.0 + high  # [B, R]
+        clipped = clipped_branch_active(ratio, advantages[:, None], low, high)  # [B, R]
+        row = self._rows[update]
+        for name, tokens in (
+            ("tokens", mask),
+            ("clipped", clipped & mask),
+            ("low", below & mask),
+            ("in", ~below & ~above & mask),
+            ("high", above & mask),
+        ):
+            self._add(row, UPDATE_SUMS, name, tokens.sum())
+        self._add(row, UPDATE_SUMS, "kl_step", _masked_sum(_k3(difference), mask))
+        if ref_log_probs is not None:
+            kl = _k3(ref_log_probs - log_probs.detach())  # [B, R]
+            self._add(row, UPDATE_SUMS, "kl_ref", _masked_sum(kl, mask))
+        self._add(row, UPDATE_SUMS, "loss", loss.detach().double())
+        self._count_ratios(update, difference, mask)
+
+    @torch.no_grad()
+    def add_step(self, update: int, grad_norm: Tensor, world_size: int) -> None:
+        """The global gradient norm, the same on every rank: each adds its share of it."""
+        share = grad_norm.detach().double() / world_size
+        self._add(self._rows[update], UPDATE_SUMS, "grad_norm", share)
+
+    @torch.no_grad()
+    def add_after_updates(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> None:
+        """Drift after the last update on the fixed subset; tensors [B, R]."""
+        drift = _k3(log_probs - old_log_probs)  # [B, R]
+        self._add(self._rollout, ROLLOUT_SUMS, "last_tokens", mask.sum())
+        self._add(self._rollout, ROLLOUT_SUMS, "kl_step_last", _masked_sum(drift, mask))
+
+    def finish(self, ranks: Ranks) -> Measured:
+        """Reduce over ranks, copy once, and turn sums into means."""
+        total = ranks.sum(self._buffer).cpu()
+        rows, histograms, rollout = self._views(total)
+        columns = dict(zip(UPDATE_SUMS, rows.T.tolist(), strict=True))
+        sums = dict(zip(ROLLOUT_SUMS, rollout.tolist(), strict=True))
+        return Measured(
+            per_update=self._per_update(columns),
+            scalars=self._scalars(columns, sums),
+            histograms=dict(
+                zip(("policy_ratio", "policy_ratio_last"), histograms.tolist(), strict=True)
+            ),
+        )
+
+    @staticmethod
+    def _add(target: Tensor, names: tuple[str, ...], name: str, value: Tensor) -> None:
+        target[names.index(name)] += value
+
+    def _count_ratios(self, update: int, difference: Tensor, mask: Tensor) -> None:
+        bins, ones = ratio_bins(difference).flatten(), mask.flatten().double()
+        self._histograms[0].index_add_(0, bins, ones)
+        if update == self._updates - 1:
+            self._histograms[1].index_add_(0, bins, ones)
+
+    def _per_update(self, columns: dict[str, list[float]]) -> dict[str, list[float]]:
+        shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
+        means = {**shares, "kl_step": "kl_step"} | ({"kl_ref": "kl_ref"} if self._has_reference else {})
+        counts = columns["tokens"]
+        per_update = {
+            name: [_ratio(s, n) for s, n in zip(columns[column], counts, strict=True)]
+            for name, column in means.items()
+        }
+        return per_update | {name: columns[name] for name in ("grad_norm", "loss")}
+
+    def _scalars(
+        self, columns: dict[str, list[float]], sums: dict[str, float]
+    ) -> dict[str, float]:
+        counts = sum(columns["tokens"])
+        shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
+        scalars = {name: _ratio(sum(columns[column]), counts) for name, column in shares.items()}
+        scalars |= {name: sum(columns[name]) / self._updates for name in ("grad_norm", "loss")}
+        scalars["entropy"] = _ratio(sums["entropy"], sums["tokens"])
+        scalars["kl_step"] = _ratio(sums["kl_step_last"], sums["last_tokens"])
+        if self._has_reference:
+            scalars["kl_ref"] = _ratio(sums["kl_ref"], sums["tokens"])
+        if self._mismatch_known:
+            scalars["kl_mismatch"] = _ratio(sums["kl_mismatch"], sums["tokens"])
+        return scalars
+
+
+def _ratio(total: float, count: float) -> float:
+    """A mean over tokens; NaN where there was none, which no reader takes for a number."""
+    return total / count if count else math.nan

@@ -1,0 +1,98 @@
+"""Everything a run is made of, built once from its recipe."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from autotune.errors import InputError
+from autotune.recipe.schema import Recipe
+from autotune.trainer.engine import Engine
+from autotune.trainer.evaluate import HeldOut
+from autotune.trainer.models import load_model
+from autotune.trainer.ranks import Ranks
+from autotune.trainer.rewards import Rewards, build_rewards
+from autotune.trainer.rollout.base import Sampler, pad_prompts
+from autotune.trainer.rollout.hf import HfSampler
+from autotune.trainer.tasks import TaskData, load_task
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Model, engine, task, rewards and sampler of one run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    reference: nn.Module | None
+    """The model as it was at the start, frozen; None when the recipe's `kl_coef` is 0."""
+    sampler: Sampler
+    task: TaskData
+    rewards: Rewards
+    held_out: HeldOut | None
+    """None when the task holds nothing out."""
+    ranks: Ranks
+    pad_id: int
+
+
+def build_parts(recipe: Recipe) -> Parts:
+    """Load, copy the reference before training can touch it, and wrap."""
+    trainer = recipe.trainer
+    model, tokenizer = load_model(recipe.model)
+    task = load_task(recipe.task, tokenizer)
+    if not task.train:
+        raise InputError("the task has no training prompts: expected at least one; check its file")
+    reference = _frozen_copy(model) if trainer.kl_coef > 0 else None
+    engine = Engine(
+        model,
+        zero_stage=recipe.deepspeed.zero_stage,
+        learning_rate=trainer.actor_learning_rate,
+        betas=trainer.adam_betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        dtype=recipe.model.dtype,
+    )
+    if reference is not None:
+        reference.to(device=engine.device, dtype=model.dtype)
+    end_ids = end_tokens(model, tokenizer)
+    pad_id = end_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return Parts(
+        model=model,
+        tokenizer=tokenizer,
+        engine=engine,
+        reference=reference,
+        sampler=HfSampler(model, end_ids, pad_id),
+        task=task,
+        rewards=build_rewards(recipe.rewards, task),
+        held_out=_held_out(recipe, task, pad_id),
+        ranks=Ranks(engine.rank, engine.world_size),
+        pad_id=pad_id,
+    )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a response: the tokenizer's, and those of the model's generation defaults."""
+    config = model.generation_config.eos_token_id
+    several = config if isinstance(config, list) else [config]
+    known = [i for i in (tokenizer.eos_token_id, *several) if i is not None]
+    if not known:
+        raise InputError(
+            "the model has no end-of-sequence token, so responses would never end:"
+            " expected eos_token in the tokenizer or eos_token_id in generation_config.json"
+        )
+    return sorted(set(known), key=known.index)
+
+
+def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def _held_out(recipe: Recipe, task: TaskData, pad_id: int) -> HeldOut | None:
+    examples = list(task.heldout[: recipe.eval.prompts])
+    if not examples:
+        return None
+    encoded = [task.prompt_ids(example) for example in examples]
+    return HeldOut(examples, pad_prompts(encoded, recipe.trainer.max_prompt_length, pad_id))

@@ -1,0 +1,238 @@
+"""The updates of one rollout: a plan of who trains on what, then backward passes and steps.
+
+The plan is made once per rollout, from knobs that are fixed for it. Old log-probs are computed on
+exactly the micro batches that the first epoch trains on: same rows, same shapes, same numbers. So
+at a rollout's first update the ratio *is* 1 and everything clip-shaped is 0, not 1e-7.
+
+An update is skipped, on all ranks alike, only when it has nothing to say: every advantage 0 while
+the KL and entropy coefficients are 0, or no response token at all. (Adam's momentum would move the
+weights on zero gradients.) Its tokens are measured all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autotune.trainer.engine import Engine
+from autotune.trainer.forward import (
+    TokenBatch,
+    log_probs_and_entropy,
+    response_log_probs,
+)
+from autotune.trainer.losses import LossKnobs, policy_loss
+from autotune.trainer.meters import Meters
+from autotune.trainer.order import mini_batches
+from autotune.trainer.ranks import Ranks, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one forward pass on this rank."""
+
+    index: Tensor
+    """Sample indices on the device, int64 [b]."""
+    width: int
+    """Longest response among them: columns beyond are padding and left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One update."""
+
+    micro: tuple[MicroBatch, ...]
+    """This rank's part of it."""
+    tokens: int
+    """Response tokens over all ranks: the loss's normaliser."""
+    signal: bool
+    """Whether some advantage of it, on any rank, is not 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What the updates of a rollout learn from; everything [N, ...] on the device."""
+
+    batch: TokenBatch
+    advantages: Tensor
+    """[N]."""
+    old_log_probs: Tensor
+    """Of the sampling weights, [N, R]."""
+    ref_log_probs: Tensor | None
+    """[N, R]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKnobs:
+    """The knobs that shape a plan."""
+
+    rollout_n: int
+    ppo_mini_batch_size: int
+    ppo_epochs: int
+    micro_batch_size: int
+
+
+def make_plan(
+    lengths: Rows,
+    advantages: Tensor,
+    knobs: BatchKnobs,
+    key: tuple[int, int],
+    ranks: Ranks,
+    device: torch.device,
+) -> list[MiniBatch]:
+    """All U mini-batches of a rollout, epoch after epoch.
+
+    Args:
+        lengths: response tokens per sample, [N].
+        advantages: per sample on the CPU, [N].
+        knobs: group size and batch sizes.
+        key: (seed, rollout), which fixes the order.
+        ranks: this process among its peers.
+        device: where indices are needed.
+    """
+    n = knobs.rollout_n
+    order = mini_batches(len(lengths) // n, knobs.ppo_mini_batch_size, knobs.ppo_epochs, *key)
+    nonzero = advantages.numpy() != 0  # [N]
+    plan = []
+    for prompts in order:
+        rows = (prompts[:, None] * n + np.arange(n)).ravel()  # [mini n]: whole groups
+        micro = _micro_batches(ranks.share(rows), lengths, knobs.micro_batch_size, device)
+        plan.append(MiniBatch(micro, int(lengths[rows].sum()), bool(nonzero[rows].any())))
+    return plan
+
+
+def _micro_batches(
+    rows: Rows, lengths: Rows, size: int, device: torch.device
+) -> tuple[MicroBatch, ...]:
+    parts = np.split(rows, range(size, len(rows), size))
+    return tuple(
+        MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts
+    )
+
+
+def first_epoch(plan: Sequence[MiniBatch], epochs: int) -> list[MicroBatch]:
+    """Micro batches that together hold each of this rank's samples once."""
+    return [micro for mini in plan[: len(plan) // epochs] for micro in mini.micro]
+
+
+@torch.no_grad()
+def score_samples(
+    model: nn.Module,
+    batch: TokenBatch,
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    ranks: Ranks,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and, if asked for, entropies of all samples in eval mode, both [N, R].
+
+    Each rank computes those of its own micro batches and all get everything; padding is 0.
+    """
+    model.eval()
+    shape, device = batch.response_ids.shape, batch.response_ids.device
+    log_probs = torch.zeros(shape, device=device)  # [N, R]
+    entropy = torch.zeros(shape if with_entropy else (0, 0), device=device)  # [N, R]
+    for micro in micro_batches:
+        rows = batch.rows(micro.index, micro.width)
+        if with_entropy:
+            log_probs[micro.index, : micro.width], entropy[micro.index, : micro.width] = (
+                log_probs_and_entropy(model, rows, temperature)
+            )
+        else:
+            log_probs[micro.index, : micro.width] = response_log_probs(model, rows, temperature)
+    return ranks.sum(log_probs), ranks.sum(entropy) if with_entropy else entropy
+
+
+class Updater:
+    """Runs a plan on an engine and tells the meters what it saw."""
+
+    def __init__(
+        self, engine: Engine, experience: Experience, knobs: LossKnobs, temperature: float
+    ) -> None:
+        self._engine = engine
+        self._experience = experience
+        self._knobs = knobs
+        self._temperature = temperature
+
+    def run(self, plan: Sequence[MiniBatch], meters: Meters) -> Iterator[bool]:
+        """One update after the other; yields whether each of them moved the weights."""
+        self._engine.module.train()
+        for number, mini in enumerate(plan):
+            if self._has_work(mini):
+                yield self._update(number, mini, meters)
+            else:
+                self._look(number, mini, meters)
+                yield False
+
+    def _has_work(self, mini: MiniBatch) -> bool:
+        penalties = self._knobs.kl_coef > 0 or self._knobs.entropy_coef > 0
+        return mini.tokens > 0 and (mini.signal or penalties)
+
+    def _update(self, number: int, mini: MiniBatch, meters: Meters) -> bool:
+        for position, micro in enumerate(mini.micro):
+            loss = self._loss(number, mini, micro, meters)
+            self._engine.backward(loss, last=position == len(mini.micro) - 1)
+        result = self._engine.step()
+        meters.add_step(number, result.grad_norm, self._engine.world_size)
+        return result.stepped
+
+    @torch.no_grad()
+    def _look(self, number: int, mini: MiniBatch, meters: Meters) -> None:
+        """Measure a skipped update: its gradient is exactly 0, its tokens still count."""
+        for micro in mini.micro:
+            self._loss(number, mini, micro, meters)
+
+    def _loss(self, number: int, mini: MiniBatch, micro: MicroBatch, meters: Meters) -> Tensor:
+        data, index, width = self._experience, micro.index, micro.width
+        rows = data.batch.rows(index, width)
+        log_probs, entropy = self._forward(rows)  # [b, R]
+        old = data.old_log_probs[index, :width]  # [b, R]
+        ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
+        advantages, mask = data.advantages[index], rows.response_mask  # [b], [b, R]
+        tokens = max(mini.tokens, 1)
+        loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, tokens, self._knobs)
+        meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
+        return loss
+
+    def _forward(self, rows: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """The entropy costs a pass over the vocabulary: only when the loss asks for it."""
+        if self._knobs.entropy_coef > 0:
+            return log_probs_and_entropy(self._engine.module, rows, self._temperature)
+        return response_log_probs(self._engine.module, rows, self._temperature), None
+
+
+def fixed_subset(total: int, wanted: int) -> Rows:
+    """The same evenly spread samples every rollout: at least `wanted`, or all there are."""
+    count = min(wanted, total)
+    return np.arange(count) * total // count
+
+
+@torch.no_grad()
+def measure_drift(
+    model: nn.Module,
+    experience: Experience,
+    rows: Rows,
+    lengths: Rows,
+    micro: int,
+    temperature: float,
+    meters: Meters,
+) -> None:
+    """Forward this rank's part of the fixed subset once more, after the last update."""
+    model.eval()
+    for part in _micro_batches(rows, lengths, micro, experience.batch.response_ids.device):
+        batch = experience.batch.rows(part.index, part.width)
+        log_probs = response_log_probs(model, batch, temperature)  # [b, R]
+        old = experience.old_log_probs[part.index, : part.width]  # [b, R]
+        meters.add_after_updates(log_probs, old, batch.response_mask)
+
+
+@contextmanager
+def seeded_dropout(seed: int) -> Iterator[None]:
+    """Dropout is the only reader of torch's global stream here: place it, then put it back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
