@@ -156,9 +156,7 @@ def _refuse_non_finite(tensors: Mapping[str, Tensor], target: Path) -> None:
         )
 
 
-def _write_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     from transformers.utils import logging as hf_logging
 
     bars = hf_logging.is_progress_bar_enabled()

@@ -220,9 +220,7 @@ class Engine:
             TrainingError: No backward pass with `last=True` came before.
         """
         if not self._boundary:
-            raise TrainingError(
-                "step() without gradients: expected backward(loss, last=True) just before it"
-            )
+            raise TrainingError("step() without gradients: expected backward(loss, last=True) just before it")
         self._boundary = False
         return self._own_step() if self._own_clipping else self._deepspeed_step()
 
