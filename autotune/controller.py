@@ -46,6 +46,7 @@ from autotune.ledger import Ledger, Move, Probation
 from autotune.metrics import Snapshot, Validity
 from autotune.policies import PROFILES, build_policies
 from autotune.policies.base import (
+    Advice,
     Alarm,
     Answer,
     Context,
@@ -152,6 +153,7 @@ class Controller:
     ) -> Decision:
         hold = self._hold_reason(ctx, answers)
         alarms += [f"{a.rule}: {a.reason}" for _, a in answers if isinstance(a, Alarm)]
+        alarms += self._new_advice(answers)
         verdicts, revert = self._judge(ctx)
         proposals = tuple(a for _, a in answers if isinstance(a, Proposal))
         change, vetoes = (revert, ()) if revert else self._grant(ctx, proposals, hold, alarms)
@@ -244,6 +246,15 @@ class Controller:
         sensed = {metric for policy in self.policies for metric in policy.needs} | {"grad_norm", "loss"}
         faults = [reading.reason for name, reading in ctx.snapshot.invalid() if name in sensed]
         return "; ".join(holds + faults)
+
+    def _new_advice(self, answers: Sequence[tuple[Policy, Answer]]) -> list[str]:
+        """Advice is said once: it asks a person, and a person has read it."""
+        said = []
+        for _, advice in answers:
+            if isinstance(advice, Advice) and self.ledger.advised.get(advice.rule) != advice.key:
+                self.ledger.advised[advice.rule] = advice.key
+                said.append(f"advice {advice.rule}: {advice.reason}")
+        return said
 
     # ---- judging -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.decisions import Kind, Proposal
-from autotune.knobs import KNOBS, expand, fit_micro_batch, mini_batch_lattice
+from autotune.knobs import KNOBS, divisors, expand, fit_micro_batch, mini_batch_lattice
 from autotune.ledger import Ledger
 from autotune.policies.base import Context
 
@@ -154,21 +154,27 @@ def bounded(proposal: Proposal, ctx: Context, anchor: float | None = None) -> fl
 
 
 def _on_lattice(knob: str, value: float, ctx: Context) -> float:
-    if knob != "ppo_mini_batch_size":
-        return value
     train, n = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"])
-    return min(mini_batch_lattice(train, n, ctx.facts.world_size), key=lambda m: abs(m - value))
+    if knob == "ppo_mini_batch_size":
+        return min(mini_batch_lattice(train, n, ctx.facts.world_size), key=lambda m: abs(m - value))
+    if knob == "rollout_micro_batch_size":
+        return min(divisors(train * n // ctx.facts.world_size), key=lambda m: abs(m - value))
+    return float(round(value)) if KNOBS[expand(knob)[0]].integer else value
 
 
 def real_values(knob: str, value: float, ctx: Context) -> dict[str, float]:
     """The real knobs to set for one canonical change, re-derived ones included.
 
     `clip_range` scales both sides alike; a new `ppo_mini_batch_size` brings the largest micro batch
-    that fits and is not above the recipe's.
+    that fits and is not above the recipe's; a new `rollout_micro_batch_size` re-derives the number of
+    sampling batches, so the amount of data stays.
     """
     if knob == "clip_range":
         factor = value / ctx.knob(knob)
         return {real: ctx.knobs[real] * factor for real in expand(knob)}
+    if knob == "rollout_micro_batch_size":
+        share = int(ctx.knobs["train_batch_size"]) * int(ctx.knobs["rollout_n"]) // ctx.facts.world_size
+        return {knob: value, "num_rollout_batches": share // int(value)}
     if knob != "ppo_mini_batch_size":
         return {knob: value}
     n, ranks = int(ctx.knobs["rollout_n"]), ctx.facts.world_size

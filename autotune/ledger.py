@@ -67,7 +67,9 @@ class Ledger:
     """Knob -> why it is left alone: it did not obey, or somebody else writes it."""
     at_bound: dict[str, int] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
-    repeats: dict[str, list[float]] = field(default_factory=dict)
+    """Rule -> why it could not speak at the last rollout."""
+    advised: dict[str, str] = field(default_factory=dict)
+    """Rule -> what it last gave advice about."""
     last_rollout: int = -1
 
     def trim(self, rollout: int, keep: int = 400) -> None:

@@ -1,7 +1,8 @@
 """The rules. Adding one: a file with its class, one row in `POLICIES`, one test file.
 
 `PROFILES` says which rules are on: `documented` is the two documents behind the guards,
-`recommended` adds the rules marked + (X1, X2), `literal` is the documents with no guards, for study.
+`recommended` adds X1-X5, `literal` is the documents with no guards, for study. The optional watchers
+(XC, XE, XL, XM, XR, XT, XZ) are off until a recipe switches them on.
 """
 
 from __future__ import annotations
@@ -16,31 +17,62 @@ from autotune.policies.base import Policy
 from autotune.policies.batch import ClipTooHigh, ClipTooLow, UpdatesInGoldenRange
 from autotune.policies.clip import HardlyAnyClipped, TooMuchClipped
 from autotune.policies.collapse import VetoAndCollapse
+from autotune.policies.critic import CriticTooSlow
+from autotune.policies.data import BatchTooSmall, DataFreshness
 from autotune.policies.integrity import AnchorHolds, RolloutsSucceed
 from autotune.policies.learning_rate import SawTooth, StepKlTrustRegion
+from autotune.policies.length import AnswersCut, CapTooHigh, LengthSurge, PromptsCut
+from autotune.policies.memory import RolloutMemory
 from autotune.policies.reference_kl import FarAndVolatile, KlBand, StuckNearReference
+from autotune.policies.stall import PinnedToReference, Saturated
+from autotune.policies.watch import (
+    ComponentsDiverge,
+    EntropyCollapse,
+    NoSignal,
+    ResetReference,
+    SamplerMismatch,
+    TemperatureOff,
+)
 
 POLICIES: dict[str, type[Policy]] = {
     "A1": UpdatesInGoldenRange,
+    "A2": BatchTooSmall,
     "A3": ClipTooLow,
     "A4": ClipTooHigh,
     "A6": AnchorHolds,
+    "B1": RolloutMemory,
+    "B2": DataFreshness,
     "B3a": StuckNearReference,
     "B3b": FarAndVolatile,
     "B3c": KlBand,
     "B4a": TooMuchClipped,
     "B4b": HardlyAnyClipped,
     "B5a": SawTooth,
+    "B5b": CriticTooSlow,
+    "B6": CapTooHigh,
+    "B6p": PromptsCut,
     "B7": RolloutsSucceed,
     "X1": StepKlTrustRegion,
     "X2": VetoAndCollapse,
+    "X3": AnswersCut,
+    "X4": Saturated,
+    "X5": PinnedToReference,
+    "XC": ComponentsDiverge,
+    "XE": EntropyCollapse,
+    "XL": LengthSurge,
+    "XM": SamplerMismatch,
+    "XR": ResetReference,
+    "XT": TemperatureOff,
+    "XZ": NoSignal,
 }
 
-_DOCUMENTED = ("A1", "A3", "A4", "A6", "B3a", "B3b", "B3c", "B4a", "B4b", "B5a", "B7")
+_A = ("A1", "A2", "A3", "A4", "A6")
+_B = ("B1", "B2", "B3a", "B3b", "B3c", "B4a", "B4b", "B5a", "B5b", "B6", "B6p", "B7")
+_DOCUMENTED = (*_A, *_B)
 
 PROFILES: dict[str, tuple[str, ...]] = {
     "documented": _DOCUMENTED,
-    "recommended": (*_DOCUMENTED, "X1", "X2"),
+    "recommended": (*_DOCUMENTED, "X1", "X2", "X3", "X4", "X5"),
     "literal": _DOCUMENTED,
 }
 

@@ -201,6 +201,16 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """Something only a person can change, or a sweep should decide; said once per key."""
+
+    rule: str
+    key: str
+    """What it is about: the same key is not said again in this run."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Emergency:
     """Weights must come back and the learning rate must fall; outranks every guard."""
 
@@ -216,7 +226,7 @@ class Emergency:
     """Give up: too many emergencies."""
 
 
-Answer = Proposal | Hold | Alarm | Emergency | None
+Answer = Proposal | Hold | Alarm | Advice | Emergency | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ Source: document B 3.3 and the brief (KL in 0.03-0.08 while the reward rises mon
 
 Guards that make the band safe: every run starts at KL 0, so nothing is lowered while KL still rises by
 itself or before the reward is on a proven plateau; healthy runs climb far above 0.15 with rising reward,
-so nothing is raised without harm: reward flat, falling or volatile beyond its noise.
+so nothing is raised without harm: reward falling, volatile beyond its noise, or flat while KL is still
+rising. A flat reward at a steady KL is a run that has converged.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ def volatile(ctx: Context) -> bool:
     return ratio > variance_ratio_limit(len(view.values))
 
 
-def kl_steady(ctx: Context, share: float = 0.5) -> bool:
-    """Whether KL is proven not to move by itself: change over the window within share x level."""
+def kl_movement(ctx: Context, share: float) -> Movement:
+    """What KL does by itself over the trend window; a change of share x its level counts."""
     values = ctx.window("kl_ref", ctx.pace.trend)
     if values is None:
-        return False
-    trend = theil_sen(values)
+        return Movement.UNDETERMINED
     level = max(sum(values) / len(values), 1e-6)
-    return movement(trend, share * level) is Movement.PLATEAU
+    return movement(theil_sen(values), share * level)
+
+
+def kl_steady(ctx: Context) -> bool:
+    """Whether KL is proven not to move by itself: nothing is wound down while it still rises."""
+    return kl_movement(ctx, 0.5) is Movement.PLATEAU
 
 
 def no_reference(facts: RunFacts) -> str:
@@ -171,7 +176,8 @@ class KlBand(Policy):
         view = ctx.reward
         if view.trend is None or view.rising_well or view.saturated():
             return False
-        return view.falling or view.plateau or volatile(ctx)
+        spent_for_nothing = view.plateau and kl_movement(ctx, 0.1) is Movement.RISING
+        return view.falling or spent_for_nothing or volatile(ctx)
 
     def _may_loosen(self, ctx: Context) -> bool:
         return ctx.reward.plateau and kl_steady(ctx) and signal_present(ctx)

@@ -1,0 +1,78 @@
+"""Stalls that one band cannot see: X5 (KL pinned low) and X4 (nothing left to learn).
+
+X5 watched: the reward on a proven plateau with `kl_ref` low and steady though the coefficient is high. Moved:
+`kl_coef` / 4. A run that is held to its reference sits inside the documented KL band and learns nothing.
+
+X4 watched: the training reward at 95 % of its maximum, or a held-out score that falls while the training
+reward rises. It holds tuning and suggests to stop: knobs cannot help any more.
+
+Source: beyond the documents; measured on the embedded task (kl_coef 1: reward 0.37 of 0.79, KL in band).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autotune.decisions import Proposal, RunFacts
+from autotune.policies.base import Advice, Answer, Context, Family, Policy, signal_present
+from autotune.policies.reference_kl import kl_movement, no_reference
+from autotune.statistics import Movement
+
+
+@dataclass(frozen=True)
+class PinnedToReference(Policy):
+    """X5."""
+
+    id: ClassVar[str] = "X5"
+    family: ClassVar[Family] = Family.REFERENCE_KL
+    source: ClassVar[str] = "beyond the documents: stall with KL pinned low"
+    summary: ClassVar[str] = "reward plateau, kl_ref low, kl_coef high -> kl_coef / 4"
+    needs: ClassVar[tuple[str, ...]] = ("kl_ref", "reward_mean")
+    moves: ClassVar[tuple[str, ...]] = ("kl_coef",)
+
+    kl_low: float = 0.08
+    """Nats/token; the documented band's upper edge: in it or below is "pinned low"."""
+    coef_high: float = 0.05
+    """A coefficient below this does not pin anything."""
+    factor: float = 0.25
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return no_reference(facts)
+
+    def propose(self, ctx: Context) -> Answer:
+        level, coef = ctx.level("kl_ref"), ctx.knobs["kl_coef"]
+        if level is None or level > self.kl_low or coef < self.coef_high:
+            return None
+        if ctx.reward.rising_well or ctx.reward.trend is None or not signal_present(ctx):
+            return None
+        if not ctx.reward.plateau and kl_movement(ctx, 0.5) is not Movement.PLATEAU:
+            return None
+        after = coef * self.factor
+        reason = f"reward stalls with kl_ref {level:.2g} pinned by kl_coef {coef:.2g}"
+        return Proposal(self.id, "kl_coef", after, reason, evidence={"kl_ref": level})
+
+
+@dataclass(frozen=True)
+class Saturated(Policy):
+    """X4."""
+
+    id: ClassVar[str] = "X4"
+    family: ClassVar[Family] = Family.LEARNING_SPEED
+    source: ClassVar[str] = "beyond the documents: reward saturated or overfitting"
+    summary: ClassVar[str] = "train reward >= 95 % of its maximum, or held-out falls -> suggest to stop"
+    needs: ClassVar[tuple[str, ...]] = ("reward_mean",)
+
+    share: float = 0.95
+    gap: float = 0.05
+    """Fall of the held-out score, in task units, that counts while the training reward rises."""
+
+    def propose(self, ctx: Context) -> Answer:
+        if len(ctx.reward.values) >= ctx.pace.window and ctx.reward.saturated(self.share):
+            return Advice(self.id, "saturated", "training reward is saturated: tuning cannot help, stop?")
+        scores = ctx.history.values("eval_score", ctx.history.samples(10**9))
+        if len(scores) >= 2 and max(scores) - scores[-1] > self.gap and not ctx.reward.falling:
+            why = f"held-out score fell from {max(scores):.2f} to {scores[-1]:.2f}: overfitting, stop?"
+            return Advice(self.id, f"held-out {max(scores):.3f}", why)
+        return None
