@@ -16,12 +16,12 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from autotune.story import Line, Story
 from autotune.tracking import payload
 from autotune.tracking.names import METRICS_PER_CALL, params_of
 from autotune.tracking.payload import Point
-from autotune.tracking.receipt import Receipt, read_receipt, write_receipt
+from autotune.tracking.receipt import URI_VARIABLE, Receipt, read_receipt, write_receipt
 from autotune.tracking.spool import Spool, parent_alive
-from autotune.tracking.store import Store, local_uri, safe_uri
+from autotune.tracking.store import Store, hide_password, local_uri, safe_uri
 
 POLL_SECONDS = 1.0
 LONGEST_WAIT = 30.0
@@ -72,7 +72,8 @@ class Feeder:
     def __post_init__(self) -> None:
         known = read_receipt(self.folder)
         store = safe_uri(self.uri)
-        self.receipt = known if known is not None and known.store == store else Receipt(store)
+        fresh = Receipt(store, key=uuid.uuid4().hex)
+        self.receipt = known if known is not None and known.store == store else fresh
         self._seen = 0
         self._after = 0.0
         self._told: list[Told] = []
@@ -149,20 +150,19 @@ class Feeder:
         recipe = self.story.recipe or _json_file(self.folder / "recipe.resolved.json")
         environment = self.story.header.get("environment") or _json_file(self.folder / "environment.json")
         store = Store(self.uri, self.folder)
+        self._sign()
         experiment = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("experiment", "autotune")
         start_ms = round((self._written() - self._after) * 1000)
         tags = payload.tags_of(recipe, environment)
-        if store.open_run(self.receipt.run_id, experiment, self._identity(), start_ms, tags):
-            self.receipt, self._sent = Receipt(self.receipt.store), 0  # a new run has nothing yet
+        if store.open_run(self.receipt.run_id, experiment, self.receipt.key, start_ms, tags):
+            self.receipt, self._sent = (
+                Receipt(self.receipt.store, self.receipt.key),
+                0,
+            )  # nothing is there yet
         self._sign(run_id=store.run_id, experiment_id=store.experiment_id, finished=False)
         store.log_params(params_of(recipe))
         self._store = store
         return store
-
-    def _identity(self) -> str:
-        """Hash of the journal's first line: the same after a move, another for another run."""
-        with (self.folder / "journal.jsonl").open("rb") as file:
-            return hashlib.sha256(file.readline()).hexdigest()[:32]
 
     def _written(self) -> float:
         return (self.folder / "journal.jsonl").stat().st_mtime
@@ -205,7 +205,9 @@ class Feeder:
                     since_end = since_end or now
                     if now - since_end >= self.patience:
                         raise GaveUp(self._missing(error)) from error
-                print(f"{safe_uri(self.uri)}: {_brief(error)}; next try in {wait:.0f} s", file=sys.stderr)
+                print(
+                    f"{safe_uri(self.uri)}: {self._brief(error)}; next try in {wait:.0f} s", file=sys.stderr
+                )
                 self._wait(wait, since_end)
                 wait = min(wait * 2, LONGEST_WAIT)
 
@@ -221,16 +223,15 @@ class Feeder:
 
     def _missing(self, error: Exception) -> str:
         return (
-            f"MLflow at {safe_uri(self.uri)} did not take the run ({_brief(error)}); "
+            f"MLflow at {safe_uri(self.uri)} did not take the run ({self._brief(error)}); "
             f"{self.receipt.lines} journal lines are delivered, the rest is safe in the journal. "
             f"Deliver it later with: autotune sync {self.folder}"
         )
 
-
-def _brief(error: Exception) -> str:
-    """First line of an error, without what may hold a password."""
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text[:200]}"
+    def _brief(self, error: Exception) -> str:
+        """First line of an error, without the password that it may quote."""
+        text = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {hide_password(text, self.uri)[:200]}"
 
 
 def _json_file(path: Path) -> Mapping[str, Any]:
@@ -264,10 +265,10 @@ def only_one(folder: Path, wait: float) -> Iterator[None]:
 
 
 def resolve_uri(folder: Path, uri: str | None) -> str:
-    """The store asked for, else the recipe's, else the local one."""
+    """The store asked for (option, then environment), else the recipe's, else the local one."""
     recipe = _json_file(folder / "recipe.resolved.json")
     wanted = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("uri")
-    return uri or wanted or local_uri(folder)
+    return uri or os.environ.get(URI_VARIABLE) or wanted or local_uri(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

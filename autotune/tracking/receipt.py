@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = "mlflow.json"
+URI_VARIABLE = "AUTOTUNE_MLFLOW_URI"
+"""How the run hands the store to its feeder: a command line would show a password to everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,9 @@ class Receipt:
 
     store: str
     """URI of the store, without its password."""
+    key: str = ""
+    """Random name of this delivery, written before the run is created and a tag of it: a crash
+    between the two finds the run again."""
     run_id: str = ""
     experiment_id: str = ""
     lines: int = 0

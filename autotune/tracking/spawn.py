@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.tracking.receipt import Receipt, read_receipt
+from autotune.tracking.receipt import URI_VARIABLE, Receipt, read_receipt
 
 if TYPE_CHECKING:
     from autotune.recipe.schema import Recipe
@@ -79,12 +79,12 @@ def start_feeder(folder: Path, recipe: Recipe) -> FeederHandle:
 
 
 def _start(folder: Path, uri: str | None, *options: str) -> subprocess.Popen[bytes]:
-    store = ("--uri", uri) if uri else ()
-    command = [sys.executable, "-m", "autotune.tracking.feeder", str(folder), *store, *options]
+    store = {URI_VARIABLE: uri} if uri else {}
+    command = [sys.executable, "-m", "autotune.tracking.feeder", str(folder), *options]
     with (folder / LOG).open("ab") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, **store},
         )  # fmt: skip
 
 

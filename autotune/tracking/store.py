@@ -28,8 +28,8 @@ QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-JOURNAL_TAG = "autotune.journal"
-"""Identity of a journal (the hash of its first line): finds the run again when the receipt is lost."""
+KEY_TAG = "autotune.delivery"
+"""The receipt's key: finds a run whose id could not be written down any more."""
 
 
 def local_uri(folder: Path) -> str:
@@ -44,6 +44,12 @@ def safe_uri(uri: str) -> str:
         return uri
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def hide_password(text: str, uri: str) -> str:
+    """A message of a library that may quote the URI, without the password."""
+    password = urlsplit(uri).password
+    return text.replace(password, "***") if password else text
 
 
 class Store:
@@ -71,15 +77,13 @@ class Store:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def open_run(
-        self, run_id: str, experiment: str, identity: str, start_ms: int, tags: dict[str, str]
-    ) -> bool:
+    def open_run(self, run_id: str, experiment: str, key: str, start_ms: int, tags: dict[str, str]) -> bool:
         """Continue the run of this journal, or create it; True when it was created."""
-        known = self._usable(run_id) or self._find(experiment, identity)
+        known = self._usable(run_id) or self._find(experiment, key)
         created = known is None
         if known is None:
             known = self._client.create_run(
-                self._experiment(experiment), start_time=start_ms, tags={**tags, JOURNAL_TAG: identity}
+                self._experiment(experiment), start_time=start_ms, tags={**tags, KEY_TAG: key}
             )
         elif known.info.status != "RUNNING":
             self._client.update_run(known.info.run_id, status="RUNNING")
@@ -101,11 +105,11 @@ class Store:
             raise
         return run if run.info.lifecycle_stage == "active" else None
 
-    def _find(self, experiment: str, identity: str) -> Any:
+    def _find(self, experiment: str, key: str) -> Any:
         found = self._client.get_experiment_by_name(experiment)
         if found is None or found.lifecycle_stage != "active":
             return None
-        where = f"tags.`{JOURNAL_TAG}` = '{identity}'"
+        where = f"tags.`{KEY_TAG}` = '{key}'"
         runs = self._client.search_runs([found.experiment_id], where, max_results=1)
         return runs[0] if runs else None
 
