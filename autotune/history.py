@@ -16,6 +16,8 @@ from autotune.metrics import Snapshot, Validity
 
 DEPTH = 128
 """Rollouts kept: more than any window that a rule asks for."""
+HEAD = 16
+"""First rollouts of the run, kept for good: its own baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,11 @@ class Sample:
 
 
 class History:
-    """The last `DEPTH` samples, oldest first."""
+    """The last `DEPTH` samples, oldest first, and the first `HEAD` of the run."""
 
-    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+    def __init__(self, samples: Iterable[Sample] = (), head: Iterable[Sample] = ()) -> None:
         self._samples: deque[Sample] = deque(samples, maxlen=DEPTH)
+        self._head = list(head)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -57,8 +60,14 @@ class History:
     def last(self) -> Sample | None:
         return self._samples[-1] if self._samples else None
 
+    @property
+    def head(self) -> Sequence[Sample]:
+        return self._head
+
     def add(self, sample: Sample) -> None:
         self._samples.append(sample)
+        if len(self._head) < HEAD:
+            self._head.append(sample)
 
     def samples(
         self,
@@ -88,12 +97,19 @@ class History:
         """The metric over these samples, skipping those where it was not valid."""
         return [s.values[metric] for s in samples if metric in s.values]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [s.to_json() for s in self._samples]
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "samples": [s.to_json() for s in self._samples],
+            "head": [s.to_json() for s in self._head],
+        }
 
     @classmethod
-    def from_json(cls, data: Iterable[Mapping[str, Any]]) -> History:
-        return cls(Sample(d["rollout"], d["epoch"], dict(d["knobs"]), dict(d["values"])) for d in data)
+    def from_json(cls, data: Mapping[str, Iterable[Mapping[str, Any]]]) -> History:
+        return cls(map(_sample, data["samples"]), map(_sample, data["head"]))
+
+
+def _sample(data: Mapping[str, Any]) -> Sample:
+    return Sample(data["rollout"], data["epoch"], dict(data["knobs"]), dict(data["values"]))
 
 
 def _made_under(sample: Sample, under: Mapping[str, float] | None) -> bool:

@@ -144,11 +144,21 @@ class Context:
         """Current value; for `clip_range` the wider of its two sides."""
         return max(self.knobs[real] for real in expand(name))
 
+    @cached_property
+    def _recent(self) -> dict[int, list[Sample]]:
+        """Window length -> newest samples of this epoch; many rules ask for the same few."""
+        return {}
+
+    def recent(self, n: int) -> list[Sample]:
+        """At most n newest samples of this config epoch."""
+        if n not in self._recent:
+            self._recent[n] = self.history.samples(n, epoch=self.epoch)
+        return self._recent[n]
+
     def window(self, metric: str, n: int | None = None) -> list[float] | None:
         """The metric over the window of this epoch; None until it was valid on all of it."""
         size = n or self.pace.window
-        samples = self.history.samples(size, epoch=self.epoch)
-        values = self.history.values(metric, samples)
+        values = self.history.values(metric, self.recent(size))
         return values if len(values) == size else None
 
     def level(self, metric: str) -> float | None:
@@ -178,9 +188,8 @@ class Context:
         return RewardView(values, self.noise, trend, moves, self.facts.reward_maximum)
 
     def first_level(self, metric: str) -> float | None:
-        """Median over the oldest remembered window: the run's own baseline."""
-        oldest = self.history.samples(10**9)[: self.pace.window]
-        values = self.history.values(metric, oldest)
+        """Median over the run's first window: its own baseline."""
+        values = self.history.values(metric, self.history.head[: self.pace.window])
         return median(values) if values else None
 
 

@@ -117,7 +117,8 @@ class StepKlTrustRegion(Policy):
     def resting(self, ctx: Context) -> bool:
         """Whether an engaged regulator is back in its band."""
         drift = self._drift(ctx)
-        return len(drift) >= self.samples and not self._wanted(ctx, median(drift))
+        full = len(drift) >= max(self.samples, ctx.pace.window)
+        return full and not self._wanted(ctx, median(drift))
 
 
 def _values(samples: Sequence[Sample]) -> list[float]:
