@@ -50,7 +50,8 @@ def response_logits(model: nn.Module, batch: TokenBatch, temperature: float) -> 
         use_cache=False,
         logits_to_keep=width,
     )
-    return output.logits.float() / temperature  # [B, R, V]
+    logits: Tensor = output.logits  # [B, R, V]
+    return logits.float() / temperature
 
 
 def _mask_and_positions(

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from autotune.decisions import RunFacts
 from autotune.errors import AdapterError, CheckpointError, ControlStop
 from autotune.recipe import Recipe, knob_vector, recipe_facts
