@@ -7,7 +7,15 @@ facts     knob vector and run facts, without building anything
 """
 
 from autotune.recipe.facts import facts_from_json, knob_vector, recipe_facts
-from autotune.recipe.load import load_recipe
-from autotune.recipe.schema import Recipe
+from autotune.recipe.load import load_control, load_recipe
+from autotune.recipe.schema import ControlSection, Recipe
 
-__all__ = ["Recipe", "facts_from_json", "knob_vector", "load_recipe", "recipe_facts"]
+__all__ = [
+    "ControlSection",
+    "Recipe",
+    "facts_from_json",
+    "knob_vector",
+    "load_control",
+    "load_recipe",
+    "recipe_facts",
+]

@@ -15,22 +15,13 @@ from autotune.metrics import METRICS, Validity
 from autotune.recipe.schema import Recipe
 
 NEXT = Capability(Liveness.NEXT_ROLLOUT)
-"""The trainer reads its knobs at the top of every rollout, none of them in between."""
-
-FIXED: dict[str, str] = {
-    "train_batch_size": "the data order is laid out for it",
-    "rollout_n": "the group size fixes the shape of the data",
-    "num_rollout_batches": "it follows from rollout_micro_batch_size",
-    "max_prompt_length": "prompts are cut when they are read",
-}
-"""Knobs that need a restart, with the reason."""
+"""The trainer reads all of its knobs at the top of every rollout, and none of them in between."""
 
 NOT_MEASURED: dict[str, str] = {
     "value_loss": "there is no critic",
     "gpu_memory_fraction": "this trainer has no GPU memory meter",
     "gpu_utilization": "this trainer has no GPU utilization meter",
     "data_age": "sampling and updating alternate, so data is always fresh",
-    "kl_mismatch": "the sampler and the trainer are the same module",
 }
 
 
@@ -77,7 +68,6 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
 
 def _knob_capability(recipe: Recipe) -> dict[str, Capability]:
     table = dict.fromkeys(knob_vector(recipe), NEXT)
-    table |= {name: Capability(Liveness.RESTART, reason) for name, reason in FIXED.items()}
     table["critic_learning_rate"] = Capability(Liveness.UNAVAILABLE, "there is no critic")
     if recipe.trainer.kl_coef == 0:
         reason = "kl_coef is 0, so no reference model is built"

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from autotune.errors import Problem, RecipeError
 from autotune.recipe import checks, explain
-from autotune.recipe.schema import Recipe
+from autotune.recipe.schema import ControlSection, Recipe
 from autotune.recipe.source import Document, Key, parse_value, read_document, walk
 
 MOVED: dict[Key, Key] = {("rollout", "n"): ("trainer", "rollout_n")}
@@ -53,6 +53,23 @@ def load_recipe(
     if document.problems or recipe is None:
         raise RecipeError(_in_order(document.problems))
     return recipe
+
+
+def load_control(path: str | Path) -> ControlSection:
+    """Read a `control.yaml`: a recipe's control section alone, or a whole recipe for that section.
+
+    Raises:
+        RecipeError: with all problems of that section.
+    """
+    document = read_document(Path(path))
+    if not set(document.data) & set(Recipe.model_fields):
+        document.data = {"control": document.data}
+        document.lines = {("control", *key): line for key, line in document.lines.items()}
+    document.data = {"control": document.data.get("control", {})}
+    recipe = _validate(document, 1)
+    if document.problems or recipe is None:
+        raise RecipeError(_in_order(document.problems))
+    return recipe.control
 
 
 def _in_order(problems: Iterable[Problem]) -> list[Problem]:

@@ -1,0 +1,225 @@
+"""The command line. Each command imports what it needs when it is called, so that help is quick.
+
+Exit codes: 0 done, 1 the run failed or a gate was not met, 2 bad input and nothing started,
+3 stopped by the controller with everything saved, 130 interrupted and resumable.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import autotune
+from autotune.errors import AutotuneError, Problem, RecipeError
+
+if TYPE_CHECKING:
+    from autotune.recipe import Recipe
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Keeps an LLM reinforcement-learning run healthy and fast by itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set, such as trainer.kl_coef=0.01."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def main() -> None:
+    """Entry point of the command `autotune`."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"autotune {autotune.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keeps an LLM reinforcement-learning run healthy and fast by itself."""
+
+
+@app.command()
+def run(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="The recipe; with --resume it may be left out."),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="Continue the run in this folder."),
+    ] = None,
+) -> None:
+    """Train a recipe while the controller keeps it healthy."""
+    with exits():
+        from autotune.recipe import load_recipe
+        from autotune.run import RESOLVED, run
+
+        path, changes = _recipe_or_resolved(recipe, overrides or [], resume, RESOLVED)
+        run(load_recipe(path, changes), resume=resume or False)
+
+
+def _recipe_or_resolved(
+    recipe: str | None, overrides: list[str], resume: Path | None, resolved: str
+) -> tuple[Path, list[str]]:
+    """With --resume and no recipe, the run's own one; a first `key=value` is then no recipe."""
+    if recipe is not None and resume is not None and "=" in recipe and not Path(recipe).exists():
+        recipe, overrides = None, [recipe, *overrides]
+    if recipe is not None:
+        return Path(recipe), overrides
+    if resume is None:
+        raise RecipeError([Problem("", "which recipe? Expected: autotune run recipe.yaml")])
+    if not (resume / resolved).is_file():
+        message = f"there is no run in {resume}: expected its {resolved}"
+        raise RecipeError([Problem("", message, "--resume")])
+    return resume / resolved, overrides
+
+
+@app.command()
+def check(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Validate a recipe, show its batch arithmetic, and say which rules can act on it."""
+    with exits(as_json):
+        from autotune.check import check, print_check, report
+        from autotune.recipe import load_recipe
+
+        checked = check(load_recipe(recipe, overrides or []))
+        if as_json:
+            _print_json(report(checked))
+        else:
+            print_check(_console(), checked)
+
+
+@app.command()
+def replay(
+    journal: Annotated[
+        Path, typer.Argument(metavar="JOURNAL", help="A journal.jsonl, or its run folder.")
+    ],
+    control: Annotated[
+        Path | None, typer.Option("--control", help="Other rules: a control.yaml or a recipe.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a run's decisions again: the same rules must decide the same, bit for bit."""
+    with exits(as_json):
+        from autotune.recipe import load_control
+        from autotune.replay import print_replay, replay, report
+
+        result = replay(journal, load_control(control) if control else None)
+        if as_json:
+            _print_json(report(result))
+        else:
+            print_replay(_console(), result)
+    if result.altered or not (result.equal or result.other_rules):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    trainer: Annotated[
+        str, typer.Argument(help="native, trl, verl or openrlhf: whose versions to look at.")
+    ] = "native",
+    as_json: AsJson = False,
+) -> None:
+    """Look at this machine: versions, GPU, memory, compiler, disk."""
+    with exits(as_json):
+        from autotune.doctor import Level, examine, print_findings
+
+        findings = examine(trainer)
+        if as_json:
+            from autotune.decisions import to_json
+
+            _print_json({"findings": to_json(findings)})
+        else:
+            print_findings(_console(), findings)
+    if any(finding.level is Level.BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def sync(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    uri: Annotated[str | None, typer.Option("--uri", help="Another tracking server.")] = None,
+) -> None:
+    """Deliver to MLflow what it has not got yet of a run."""
+    with exits():
+        from autotune.tracking import sync
+
+        code = sync(folder, uri)
+    raise typer.Exit(code)
+
+
+# ------------------------------------------------------------------------------------- endings
+
+
+@contextmanager
+def exits(as_json: bool = False) -> Iterator[None]:
+    """Errors of ours become a few readable lines and their exit code; others keep their trace."""
+    try:
+        yield
+    except AutotuneError as error:
+        _fail(error, as_json)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # `autotune check … | head`
+        sys.stderr.close()
+        raise typer.Exit(0) from None
+
+
+def _fail(error: AutotuneError, as_json: bool) -> NoReturn:
+    if as_json:
+        _print_json({"valid": False, "error": str(error), "problems": _problems(error)})
+    else:
+        print_error(Console(stderr=True, soft_wrap=True, highlight=False), error)
+    raise typer.Exit(error.exit_code) from None
+
+
+def _problems(error: AutotuneError) -> list[dict[str, str]]:
+    problems = error.problems if isinstance(error, RecipeError) else ()
+    return [{"where": p.where, "path": p.path, "message": p.message} for p in problems]
+
+
+def print_error(console: Console, error: AutotuneError) -> None:
+    """The place, the field and what to do, each where the eye expects it."""
+    if not isinstance(error, RecipeError):
+        kind = {2: "cannot start", 3: "stopped by the controller"}.get(error.exit_code, "failed")
+        console.print(Text.assemble((f"✗ {kind}: ", "bold red"), str(error)))
+        return
+    count = len(error.problems)
+    console.print(
+        Text(f"✗ {count} problem{'s' if count > 1 else ''}, nothing was started", "bold red")
+    )
+    for problem in error.problems:
+        place = problem.where or "command line"
+        name = Text(f"{problem.path}: " if problem.path else "", "bold")
+        console.print(Text.assemble((f"  {place}: ", "cyan"), name, problem.message))
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))

@@ -1,0 +1,394 @@
+"""One run from a recipe to its summary: the only place where all parts meet.
+
+    trainer -> adapter -> controller -> adapter -> trainer     through `ControlLoop.on_rollout`
+    every line -> journal -> screen                            on the training path, microseconds
+    journal.jsonl -> feeder -> MLflow                          another process
+
+The run folder is claimed first and given back when the trainer finds the input wrong, so bad input
+leaves nothing behind. The journal is written before anything is shown. What may fail without
+harm (screen, MLflow) is fenced here; what may not (journal, trainer) ends the run with its reason in
+the `end` line and the newest state saved.
+
+Resuming is idempotent: a run that was killed before its first checkpoint starts again in place,
+and a finished one only prints its summary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from autotune import doctor
+from autotune.controller import Controller, ControlSettings
+from autotune.decisions import to_json
+from autotune.errors import AutotuneError, ControlStop, InputError
+from autotune.hooks.loop import ControlLoop
+from autotune.hooks.native import NativeAdapter
+from autotune.journal import Journal, Line, inspect_journal
+from autotune.recipe import Recipe
+from autotune.screen import RunScreen, print_summary
+from autotune.tracking import Delivery, FeederHandle, start_feeder
+
+if TYPE_CHECKING:
+    from autotune.trainer.loop import Trainer
+
+RESOLVED, ENVIRONMENT, JOURNAL = "recipe.resolved.json", "environment.json", "journal.jsonl"
+MAY_CHANGE = ("run_dir", "tracking")
+"""Sections that a resumed run may have other values in: they do not touch the training."""
+
+FEEDER_SECONDS = {"done": 60.0, "stopped": 60.0}
+"""How long the end of a run waits for MLflow; an interrupted one waits a moment only."""
+
+OnPhase = Callable[[str, int], None]
+Observer = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run: where it is and what it wrote."""
+
+    folder: Path
+    status: str
+    lines: list[Line]
+    delivery: Delivery | None = None
+
+
+def run(
+    recipe: Recipe,
+    *,
+    resume: bool | str | Path = False,
+    on_phase: OnPhase | None = None,
+    console: Console | None = None,
+) -> RunResult:
+    """Train a recipe under its controller.
+
+    Args:
+        recipe: a checked recipe.
+        resume: True to continue in the recipe's own folder, or the folder of the run.
+        on_phase: told (phase, rollout) by the trainer; tests kill there.
+        console: where the screen and the summary go.
+
+    Raises:
+        InputError: the folder is taken or does not fit, or something needed is not installed;
+            nothing was started.
+        ControlStop: the controller stopped the run; everything is saved.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; everything is saved and the way to resume was printed.
+        RunError: the run failed.
+    """
+    doctor.require(recipe)
+    console = console or Console()
+    folder = resumed_folder(recipe, resume) if resume else claim_folder(recipe)
+    if resume and _finished(folder):
+        console.print(f"{folder} is finished already; nothing to do.")
+        return _tell(console, folder, "done", None)
+    with _terminating():
+        return _Session(recipe, folder, bool(resume), on_phase, console).run()
+
+
+def run_folder(recipe: Recipe) -> Path:
+    return Path(recipe.folder())
+
+
+def claim_folder(recipe: Recipe) -> Path:
+    """Make the run's own folder; an existing one belongs to another run.
+
+    Raises:
+        InputError: with the next move.
+    """
+    folder = run_folder(recipe)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        resume = resume_command(folder) if (folder / JOURNAL).exists() else ""
+        moves = [f"resume it with: {resume}"] if resume else []
+        moves += ["or run with another seed, such as seed=2, or another run_dir"]
+        message = f"the run folder {folder} exists already; {' '.join(moves).removeprefix('or ')}"
+        raise InputError(message) from error
+    except OSError as error:
+        message = f"the run folder {folder} cannot be made ({error.strerror}); set run_dir=PATH"
+        raise InputError(message) from error
+    return folder
+
+
+def resumed_folder(recipe: Recipe, resume: bool | str | Path) -> Path:
+    """The folder of the run that is to go on, which must be of this very recipe.
+
+    Raises:
+        InputError: there is no such run, or the recipe has changed since; with the differences.
+    """
+    folder = run_folder(recipe) if resume is True else Path(str(resume))
+    resolved = folder / RESOLVED
+    if not resolved.is_file():
+        message = f"there is no run to resume in {folder}: expected its {RESOLVED}"
+        raise InputError(f"{message}; start it without --resume")
+    changed = list(
+        _changes(json.loads(resolved.read_text("utf-8")), recipe.model_dump(mode="json"))
+    )
+    if changed:
+        shown = "; ".join(changed[:8]) + (
+            f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
+        )
+        raise InputError(
+            f"the recipe is not the one that {folder} was started with: {shown}."
+            f" Resume with the recorded one: {resume_command(folder)}"
+        )
+    return folder
+
+
+def _changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Fields that differ between two resolved recipes, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*new, *(n for n in old if n not in new)]:
+            if path or name not in MAY_CHANGE:
+                here = f"{path}.{name}" if path else name
+                yield from _changes(old.get(name), new.get(name), here)
+    elif old != new:
+        yield f"{path} is {new!r}, the run has {old!r}"
+
+
+def resume_command(folder: Path) -> str:
+    return f"autotune run --resume {shlex.quote(str(folder))}"
+
+
+def _finished(folder: Path) -> bool:
+    if not (folder / JOURNAL).exists():
+        return False
+    lines = inspect_journal(folder / JOURNAL).lines
+    return bool(lines) and lines[-1]["type"] == "end" and lines[-1].get("status") == "done"
+
+
+@contextlib.contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM (a cluster's polite kill) is treated like Ctrl-C: save and say how to resume."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class _Session:
+    """The parts of one run while it lasts."""
+
+    recipe: Recipe
+    folder: Path
+    resume: bool
+    on_phase: OnPhase | None
+    console: Console
+    controller: Controller | None = None
+    observers: list[Observer] = field(default_factory=list)
+
+    def run(self) -> RunResult:
+        """Open the books, train, close the books."""
+        journal, trainer = self._open()
+        with contextlib.closing(journal), contextlib.closing(trainer):
+            adapter = NativeAdapter(trainer)
+            self.controller = self._controller(adapter, trainer)
+            self._first_lines(trainer, adapter)
+            feeder = start_feeder(self.folder, self.recipe)
+            loop = ControlLoop(adapter, self.controller, journal, (self._show,))
+            self._loop, self._trainer = loop, trainer
+            with self._screen(adapter):
+                status, error = self._train(trainer, loop)
+        return self._close(status, error, feeder)
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[Journal, Trainer]:
+        """Journal and trainer; when the trainer finds the input wrong, nothing is left behind."""
+        if not self.resume:
+            self._write(RESOLVED, self.recipe.model_dump(mode="json"))
+        self._write(ENVIRONMENT, doctor.environment())
+        self.journal = Journal(self.folder / JOURNAL, resume=(self.folder / JOURNAL).exists())
+        try:
+            return self.journal, self._build_trainer()
+        except BaseException as error:
+            self.journal.close()
+            if isinstance(error, InputError) and not self.resume:
+                shutil.rmtree(self.folder)
+            raise
+
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        beside = self.folder / f".{name}"
+        beside.write_text(text, "utf-8")
+        beside.replace(self.folder / name)
+
+    def _build_trainer(self) -> Trainer:
+        with self._patience("building model, tokenizer and engine"):
+            from autotune.trainer.loop import Trainer
+
+            return Trainer(
+                self.recipe,
+                self.folder,
+                resume=self.resume and self._has_progress(),
+                on_phase=self._phase,
+                on_event=self._event,
+                extra_state=self._extra_state,
+            )
+
+    def _patience(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """A spinner on a terminal, nothing elsewhere."""
+        return (
+            self.console.status(f"{what} …")
+            if self.console.is_terminal
+            else contextlib.nullcontext()
+        )
+
+    def _has_progress(self) -> bool:
+        """Whether there is something to continue: a kill may come before the first checkpoint."""
+        lines = inspect_journal(self.folder / JOURNAL).lines
+        checkpoints = (self.folder / "checkpoints").glob("rollout-*")
+        return any(checkpoints) or any(line["type"] == "rollout" for line in lines)
+
+    def _controller(self, adapter: NativeAdapter, trainer: Trainer) -> Controller | None:
+        if self.recipe.control.mode == "off":
+            return None
+        controller = Controller(
+            ControlSettings(**self.recipe.control.model_dump()), adapter.facts()
+        )
+        state = (trainer.restored_state or {}).get("controller")
+        if state is not None:
+            controller.load_state_dict(state)
+        return controller
+
+    def _first_lines(self, trainer: Trainer, adapter: NativeAdapter) -> None:
+        before = inspect_journal(self.folder / JOURNAL).lines
+        if any(line["type"] == "header" for line in before):
+            self._resumed_lines(trainer, before)
+            return
+        self._append("header", -1, {
+            "at": _now(),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "facts": to_json(adapter.facts()),
+            "environment": json.loads((self.folder / ENVIRONMENT).read_text("utf-8")),
+        })  # fmt: skip
+        self.journal.sync()
+
+    def _resumed_lines(self, trainer: Trainer, before: list[Line]) -> None:
+        for line in before:
+            self._show(line)
+        payload: dict[str, Any] = {"from": trainer.rollout, "at": _now()}
+        if self.journal.recovered:
+            payload["recovered"] = self.journal.recovered
+        self._append("resumed", trainer.rollout, payload)
+        told = {line["rollout"] for line in before if line["type"] == "checkpoint"}
+        path = self.folder / "checkpoints" / f"rollout-{trainer.rollout:05d}"
+        if trainer.rollout not in told and path.is_dir():  # killed between checkpoint and line
+            self._append("checkpoint", trainer.rollout, {"path": str(path)})
+
+    @contextlib.contextmanager
+    def _screen(self, adapter: NativeAdapter) -> Iterator[None]:
+        """The live view; the run does not depend on it."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(Exception):
+                screen = stack.enter_context(RunScreen(self.recipe, adapter.facts(), self.console))
+                for line in inspect_journal(self.folder / JOURNAL).lines:
+                    screen.on_line(line)
+                self.observers.append(screen.on_line)
+            yield
+
+    # -- while it runs -----------------------------------------------------------------------------
+
+    def _train(self, trainer: Trainer, loop: ControlLoop) -> tuple[str, BaseException | None]:
+        """Run to the end, and write the `end` line whatever the end is."""
+        status, error = "done", None
+        try:
+            trainer.run(loop.on_rollout)
+        except BaseException as caught:
+            status, error = _status(caught), caught
+        try:
+            self._append("end", trainer.rollout, self._end(status, error, loop))
+            self.journal.sync()
+        except AutotuneError as failure:  # the journal is what failed, or fails now
+            status, error = ("failed", failure) if error is None else (status, error)
+        return status, error
+
+    def _end(self, status: str, error: BaseException | None, loop: ControlLoop) -> dict[str, Any]:
+        reason = "" if error is None else str(error) or type(error).__name__
+        payload: dict[str, Any] = {"status": status, "reason": reason, "at": _now()}
+        payload["times"] = {"hook": sum(loop.hook_seconds)}
+        if loop.observer_failures:
+            payload["screen"] = f"{loop.observer_failures} failures: {loop.last_observer_error}"
+        return payload
+
+    def _append(self, type: str, rollout: int, payload: Mapping[str, Any]) -> None:
+        self._show(self.journal.append(type, rollout, payload))
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        for observer in self.observers:
+            with contextlib.suppress(Exception):
+                observer(line)
+
+    def _event(self, name: str, payload: dict[str, Any]) -> None:
+        rest = {key: value for key, value in payload.items() if key != "rollout"}
+        self._append(name, int(payload["rollout"]), rest)
+        if name == "checkpoint":
+            self.journal.sync()
+
+    def _phase(self, phase: str, rollout: int) -> None:
+        """The journal reaches the disk before the checkpoint that it leads up to."""
+        if phase == "save":
+            self.journal.sync()
+        if self.on_phase is not None:
+            self.on_phase(phase, rollout)
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {"controller": self.controller.state_dict()} if self.controller else {}
+
+    # -- closing -----------------------------------------------------------------------------------
+
+    def _close(self, status: str, error: BaseException | None, feeder: FeederHandle) -> RunResult:
+        delivery = self._deliver(status, feeder)
+        result = _tell(self.console, self.folder, status, delivery)
+        if error is None:
+            return result
+        if status != "stopped":
+            self.console.print(
+                f"resume with: {resume_command(self.folder)}", style="bold", soft_wrap=True
+            )
+        raise error
+
+    def _deliver(self, status: str, feeder: FeederHandle) -> Delivery | None:
+        with contextlib.suppress(Exception), self._patience("delivering to MLflow"):
+            return feeder.finish(FEEDER_SECONDS.get(status, 10.0))
+        return None
+
+
+def _status(error: BaseException) -> str:
+    if isinstance(error, ControlStop):
+        return "stopped"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _tell(console: Console, folder: Path, status: str, delivery: Delivery | None) -> RunResult:
+    """Print the summary from the journal alone."""
+    lines = inspect_journal(folder / JOURNAL).lines
+    with contextlib.suppress(Exception):
+        print_summary(console, lines, folder, delivery.message if delivery else "")
+    return RunResult(folder, status, lines, delivery)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
