@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,9 +19,6 @@ from rich.text import Text
 
 import autotune
 from autotune.errors import AutotuneError, Problem, RecipeError
-
-if TYPE_CHECKING:
-    from autotune.recipe import Recipe
 
 INTERRUPTED = 130
 
@@ -86,10 +83,9 @@ def _recipe_or_resolved(
     recipe: str | None, overrides: list[str], resume: Path | None, resolved: str
 ) -> tuple[Path, list[str]]:
     """With --resume and no recipe, the run's own one; a first `key=value` is then no recipe."""
-    if recipe is not None and resume is not None and "=" in recipe and not Path(recipe).exists():
-        recipe, overrides = None, [recipe, *overrides]
-    if recipe is not None:
+    if recipe is not None and (resume is None or "=" not in recipe or Path(recipe).exists()):
         return Path(recipe), overrides
+    overrides = [recipe, *overrides] if recipe is not None else overrides
     if resume is None:
         raise RecipeError([Problem("", "which recipe? Expected: autotune run recipe.yaml")])
     if not (resume / resolved).is_file():

@@ -5,9 +5,9 @@
     journal.jsonl -> feeder -> MLflow                          another process
 
 The run folder is claimed first and given back when the trainer finds the input wrong, so bad input
-leaves nothing behind. The journal is written before anything is shown. What may fail without
-harm (screen, MLflow) is fenced here; what may not (journal, trainer) ends the run with its reason in
-the `end` line and the newest state saved.
+leaves nothing behind. The journal is written before anything is shown. What may fail without harm
+(screen, MLflow) is fenced here; what may not (journal, trainer) ends the run with its reason in the
+`end` line and the newest state saved.
 
 Resuming is idempotent: a run that was killed before its first checkpoint starts again in place,
 and a finished one only prints its summary.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -315,7 +314,7 @@ class _Session:
         """Run to the end, and write the `end` line whatever the end is."""
         status, error = "done", None
         try:
-            trainer.run(loop.on_rollout)
+            trainer.run(loop.on_rollout)  # type: ignore[arg-type]  # its answer is journalled already
         except BaseException as caught:
             status, error = _status(caught), caught
         try:
