@@ -1,0 +1,182 @@
+"""X2: the veto and the collapse at their edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from autotune.metrics import Reading, Validity
+from autotune.policies.base import Alarm, Emergency
+from autotune.policies.collapse import VetoAndCollapse
+from tests.series import NOISE, Series, ask, run, snapshot
+
+X2 = VetoAndCollapse()
+
+
+def kind(answer: Any) -> str:
+    """`veto`, `collapse`, `alarm` or `quiet`."""
+    if isinstance(answer, Emergency):
+        return {"undo": "veto", "checkpoint": "collapse"}[answer.restore]
+    return "alarm" if isinstance(answer, Alarm) else "quiet"
+
+
+# ---------------------------------------------------------------------------------------- veto
+
+
+@pytest.mark.parametrize(
+    ("kl_step", "expected"), [(0.29, "quiet"), (0.30, "quiet"), (0.301, "veto"), (2.1, "veto")]
+)
+def test_one_rollout_may_drift_by_0_3_nats_and_no_more(kl_step: float, expected: str) -> None:
+    answer = ask(X2, [snapshot(0, kl_step=kl_step)])
+    assert kind(answer) == expected
+    if isinstance(answer, Emergency):
+        assert answer.factor == pytest.approx(1 / 3) and answer.before_rollout == 0 and not answer.stop
+
+
+@pytest.mark.parametrize("metric", ["loss", "grad_norm", "kl_step"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan"])
+def test_a_loss_gradient_or_drift_that_is_not_finite_is_a_veto(metric: str, value: Any) -> None:
+    assert kind(ask(X2, [*run(6), snapshot(9, **{metric: value})])) == "veto"
+
+
+@pytest.mark.parametrize("metric", ["reward_mean", "entropy", "kl_ref", "clip_ratio"])
+def test_other_metrics_that_are_not_finite_are_no_veto(metric: str) -> None:
+    assert kind(ask(X2, [*run(6), snapshot(9, **{metric: math.nan})])) == "quiet"
+
+
+@pytest.mark.parametrize("state", [Validity.MISSING, Validity.NOT_LOGGED, Validity.FROZEN])
+def test_a_drift_that_is_not_known_is_no_veto(state: Validity) -> None:
+    unknown = {"kl_step": Reading(None, state, "why")}
+    assert kind(ask(X2, [snapshot(0, readings=unknown)])) == "quiet"
+
+
+# -------------------------------------------------------------------------------------- reward
+
+EDGE = 0.5 - 4 * NOISE
+"""Four spreads of a flat reward of 0.5 whose MAD is 0: the noise floor is the spread."""
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ([EDGE + 1e-4], "quiet"),
+        ([EDGE - 1e-4], "alarm"),
+        ([EDGE - 1e-4, EDGE + 1e-4], "quiet"),
+        ([EDGE + 1e-4, EDGE - 1e-4], "alarm"),
+        ([EDGE - 1e-4, EDGE - 1e-4], "collapse"),
+        ([0.0, 0.0], "collapse"),
+        ([0.0, 0.5, 0.0], "alarm"),
+    ],
+)
+def test_two_rewards_running_far_below_their_median_are_a_collapse(tail: list[float], expected: str) -> None:
+    rewards: Series = [0.5] * 20 + tail
+    assert kind(ask(X2, run(20 + len(tail), reward_mean=rewards))) == expected
+
+
+def test_the_spread_is_the_mad_where_that_is_wider_than_the_noise() -> None:
+    wide = [0.5, 0.2, 0.8] * 7  # MAD 0.3: four spreads below the median is out of reach
+    assert kind(ask(X2, run(23, reward_mean=[*wide, 0.0, 0.0]))) == "quiet"
+
+
+def test_the_crash_does_not_inflate_its_own_baseline() -> None:
+    """With the crash rows inside, three rewards of 0.5 and two of 0 would have a MAD of 0.5."""
+    assert kind(ask(X2, run(5, reward_mean=[0.5, 0.5, 0.5, 0.0, 0.0]))) == "collapse"
+
+
+def test_collapse_is_live_from_the_third_rollout_on() -> None:
+    crash = [0.5, 0.5, 0.0, 0.0]
+    assert [kind(ask(X2, run(4, start=0, reward_mean=crash)[:n])) for n in (1, 2, 3, 4)] == [
+        "quiet",
+        "quiet",
+        "alarm",
+        "collapse",
+    ]
+
+
+def test_a_reward_that_starts_at_zero_is_no_collapse() -> None:
+    assert kind(ask(X2, run(8, start=0, reward_mean=0.0, reward_std=0.0))) == "quiet"
+
+
+@pytest.mark.parametrize("metric", ["reward_mean", "reward_std"])
+def test_a_missing_reward_is_no_crash(metric: str) -> None:
+    series: dict[str, Series] = {metric: [0.5] * 20 + [None, None]}
+    assert kind(ask(X2, run(22, **series))) == "quiet"
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a baseline without any spread has no noise floor: one wrong answer in 512, twice, is a collapse",
+)
+@pytest.mark.parametrize(("usual", "dip"), [(1.0, 511 / 512), (0.0, -1 / 512)])
+def test_a_constant_reward_may_dip_by_one_response(usual: float, dip: float) -> None:
+    spread = math.sqrt(1 / 512 * 511 / 512)
+    snapshots = run(22, reward_mean=[usual] * 20 + [dip] * 2, reward_std=[0.0] * 20 + [spread] * 2)
+    assert kind(ask(X2, snapshots)) == "quiet"
+
+
+# ---------------------------------------------------------------------------- gradient, length
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ([2.39, 2.39, 2.39], "quiet"),  # median 1.5, floor of its spread a tenth of it
+        ([2.41, 2.41, 2.41], "collapse"),
+        ([9.0, 9.0], "quiet"),
+        ([9.0, 1.5, 9.0], "quiet"),
+    ],
+)
+def test_three_wild_gradient_norms_running_are_a_collapse(tail: list[float], expected: str) -> None:
+    assert kind(ask(X2, run(20 + len(tail), grad_norm=[1.5] * 20 + tail))) == expected
+
+
+def test_gradients_are_wild_only_against_five_usual_ones() -> None:
+    assert kind(ask(X2, run(7, grad_norm=[1.5] * 4 + [9.0] * 3))) == "quiet"
+    assert kind(ask(X2, run(8, grad_norm=[1.5] * 5 + [9.0] * 3))) == "collapse"
+
+
+SINKING: list[float] = [0.6 - 0.02 * k for k in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("tail", "reward", "expected"),
+    [
+        ([300.0, 300.0], SINKING, "collapse"),
+        ([299.0, 299.0], SINKING, "quiet"),
+        ([300.0, 300.0], [0.5] * 10, "alarm"),  # the length clause alone is only an alarm
+        ([50.0, 50.0], SINKING, "quiet"),
+        ([49.0, 49.0], SINKING, "collapse"),
+        ([300.0, 100.0], SINKING, "quiet"),
+        ([100.0, 300.0], SINKING, "quiet"),
+    ],
+)
+def test_length_counts_together_with_a_falling_reward(
+    tail: list[float], reward: list[float], expected: str
+) -> None:
+    snapshots = run(10, response_length_mean=[100.0] * 8 + tail, reward_mean=reward)
+    assert kind(ask(X2, snapshots)) == expected
+
+
+# -------------------------------------------------------------------------------------- rescue
+
+
+def test_the_rescue_goes_back_to_before_the_onset() -> None:
+    snapshots = run(22, start=0, reward_mean=[0.5] * 20 + [0.0, 0.0])
+    answer = ask(X2, snapshots)
+    assert isinstance(answer, Emergency)
+    assert answer.before_rollout == 19, "rollout 20 was the first that sampled badly"
+
+
+@pytest.mark.parametrize(("before", "factor", "stop"), [(0, 0.5, False), (1, 0.25, False), (2, 0.125, True)])
+def test_half_the_rate_then_a_quarter_then_the_run_stops(before: int, factor: float, stop: bool) -> None:
+    snapshots = run(22, reward_mean=[0.5] * 20 + [0.0, 0.0])
+    answer = ask(X2, snapshots, emergencies=before)
+    assert isinstance(answer, Emergency)
+    assert answer.factor == pytest.approx(factor) and answer.stop == stop
+
+
+def test_rewards_from_before_a_restore_are_another_models() -> None:
+    snapshots = run(22, start=0, reward_mean=[0.5] * 20 + [0.0, 0.0])
+    assert kind(ask(X2, snapshots, since_restore=19)) == "quiet"
