@@ -256,8 +256,13 @@ class Story:
         return tally
 
     def silent(self) -> dict[str, str]:
-        """Rule -> the newest reason why it could not speak."""
-        return {rule: why for t in sorted(self.rows) for rule, why in self.rows[t].silent.items()}
+        """Rule -> why it could not speak; an empty reason ends a silence, and so does speaking."""
+        reasons: dict[str, str] = {}
+        for t in sorted(self.rows):
+            reasons.update(self.rows[t].silent)
+            for event in self.rows[t].events:
+                reasons.pop(event.rule, None)
+        return {rule: why for rule, why in reasons.items() if why}
 
 
 def _command(line: Line) -> Event:

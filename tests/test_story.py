@@ -87,3 +87,11 @@ def test_unknown_lines_are_passed_over_and_a_run_without_controller_has_no_state
     assert story.last is not None
     assert story.last.state == ""
     assert story.counts() == {}
+
+
+def test_silence_ends_with_an_empty_reason_or_with_speaking() -> None:
+    story = told(
+        j.rollout(0, silent={"A3": "no ratio", "B4a": "no ratio", "B5b": "no critic"}),
+        j.rollout(1, silent={"B4a": ""}, changes=[j.change("A3", "ppo_epochs", 1, 2)]),
+    )
+    assert story.silent() == {"B5b": "no critic"}

@@ -105,7 +105,7 @@ def draw(run: Run, story: Story, clock: Clock, size: Size) -> RenderableType:
         body,
         title=_title(run),
         title_align="left",
-        subtitle=f"[{DIM}]Ctrl-C saves · autotune run … --resume {run.folder}[/]",
+        subtitle=f"[{DIM}]Ctrl-C saves · autotune run --resume {run.folder}[/]",
         subtitle_align="right",
         border_style=DIM,
         box=box.ASCII if size.ascii_only else box.ROUNDED,
@@ -135,7 +135,7 @@ def _progress(run: Run, story: Story, clock: Clock, size: Size) -> Table:
         grid.add_column(no_wrap=True, **column)  # type: ignore[arg-type]
     bar = ProgressBar(run.rollouts, done, complete_style=ACCENT, finished_style=GOOD)
     grid.add_row(
-        f"rollout [bold]{done}[/][{DIM}]/{run.rollouts}[/]",
+        f"[bold]{done}[/][{DIM}]/{run.rollouts} rollouts[/]",
         bar,
         f"{done / run.rollouts:.0%}",
         f"[{DIM}]elapsed[/] {marks.duration(clock.elapsed)}",

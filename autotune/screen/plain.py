@@ -42,7 +42,7 @@ def _rollout(run: Run, row: Row, clock: Clock) -> str:
     )
     left = "-" if clock.left is None else marks.duration(clock.left)
     state = f" {row.state}" if row.state else ""
-    return f"rollout {row.rollout + 1}/{run.rollouts} {sensors} | {knobs} |{state} left {left}"
+    return f"{row.rollout + 1}/{run.rollouts} rollout {row.rollout} {sensors} | {knobs} |{state} left {left}"
 
 
 def _reading(row: Row, name: str) -> str:

@@ -11,6 +11,7 @@ run goes on without that frame.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -45,8 +46,7 @@ class RunScreen:
         """Time spent in `on_line`, all of it on the training path."""
         self._run = run_of(recipe, facts)
         self._inbox: deque[tuple[float, Line]] = deque()
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RECENT + 1)
-        self._started = time.monotonic()
+        self._started = self._arrived = time.monotonic()
         self._live: Live | None = None
         self._frame: RenderableType = Text("")
 
@@ -112,7 +112,7 @@ class RunScreen:
             if self._safely(lambda line=line: self.story.add(line)):
                 taken.append(line)
                 if line.get("type") == "rollout":
-                    self._arrivals.append((arrived, len(self.story.rows)))
+                    self._arrived = arrived
         return taken
 
     def _clock(self) -> Clock:
@@ -120,11 +120,13 @@ class RunScreen:
         return Clock(now - self._started, self._left(now, self._run.rollouts - done))
 
     def _left(self, now: float, rollouts: int) -> float | None:
-        if not self._arrivals:
+        """Seconds to the end at the pace of the last rollouts; their own times, not their arrival,
+        because a resumed run brings its past lines all at once."""
+        recent = list(self.story.rows.values())[-_RECENT:]
+        totals = [total for row in recent if (total := row.times.get("total"))]
+        if not totals:
             return None
-        (first, n0), (last, n1) = self._arrivals[0], self._arrivals[-1]
-        pace = (last - first) / (n1 - n0) if n1 > n0 else last - self._started
-        return max(rollouts * pace - (now - last), 0.0)
+        return max(rollouts * statistics.fmean(totals) - (now - self._arrived), 0.0)
 
     def _size(self) -> Size:
         width, height = self.console.size

@@ -6,6 +6,8 @@ report can be printed again later from the file alone.
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,11 +86,12 @@ def _score(table: Table, name: str, before: float | None, after: float | None) -
 
 
 def _actions(console: Console, story: Story) -> None:
+    """One table: what was changed, why, and what became of it."""
     acts = acts_of(story.events())
     if not acts:
         console.print(Text("No knob was changed.", DIM))
         return
-    table = _table("rollout", "rule", "knob", "before → after", "why", "verdict")
+    table = _table("rollout", "rule", "change", "why, and the verdict")
     for act in acts:
         table.add_row(*_action(act))
     console.print(table)
@@ -98,8 +101,8 @@ def _action(act: Act) -> tuple[Text, ...]:
     event = act.event
     when = str(act.first) if act.moves == 1 else f"{act.first}-{act.last}"
     moves = f" ({act.moves} moves)" if act.moves > 1 else ""
-    value = Text.assemble((marks.arrow(event.before, act.after), "bold"), (moves, DIM))
-    return Text(when), Text(event.rule, ACCENT), Text(event.knob), value, Text(event.reason), _verdict(act)
+    value = Text.assemble(f"{event.knob}\n", (marks.arrow(event.before, act.after), "bold"), (moves, DIM))
+    return Text(when), Text(event.rule, ACCENT), value, Text.assemble(event.reason, "\n", _verdict(act))
 
 
 _UNJUDGED = {"regulator": "still regulating", "emergency": "emergency, not on probation"}
@@ -107,13 +110,13 @@ _UNJUDGED = {"regulator": "still regulating", "emergency": "emergency, not on pr
 
 def _verdict(act: Act) -> Text:
     if act.event.what is What.REFUSED:
-        return Text("refused by the trainer", BAD)
+        return Text("✗ not what the trainer uses", BAD)
     if act.event.what is What.WOULD:
-        return Text("not made (shadow)", DIM)
+        return Text("△ not made (shadow)", DIM)
     if not act.verdict:
-        return Text(_UNJUDGED.get(act.event.kind, "not judged yet"), DIM)
-    style = marks.SIGNS.get(act.verdict, ("", ""))[1]
-    return Text.assemble((act.verdict, style), (f": {act.verdict_reason}", DIM))
+        return Text(f"· {_UNJUDGED.get(act.event.kind, 'not judged yet')}", DIM)
+    sign, style = marks.SIGNS.get(act.verdict, ("·", ""))
+    return Text.assemble((f"{sign} {act.verdict}", style), (f": {act.verdict_reason}", DIM))
 
 
 def _others(console: Console, story: Story) -> None:
@@ -124,11 +127,18 @@ def _others(console: Console, story: Story) -> None:
         sign, style = marks.sign_of(event)
         console.print(Text.assemble((f"{sign} {event.what} ", style), f"at {event.rollout}: {event.reason}"))
     _vetoes(console, [e for e in events if e.what is What.VETO])
-    silent = story.silent()
-    if silent:
-        table = _table("silent rule", "why it could not speak")
-        for rule, why in sorted(silent.items()):
-            table.add_row(Text(rule, ACCENT), why)
+    _silent(console, story)
+
+
+def _silent(console: Console, story: Story) -> None:
+    """Rules that never spoke, together where they share the reason."""
+    reasons: dict[str, list[str]] = {}
+    for rule, why in sorted(story.silent().items()):
+        reasons.setdefault(why, []).append(rule)
+    if reasons:
+        table = _table("silent rules", "why they could not speak")
+        for why, rules in reasons.items():
+            table.add_row(Text(", ".join(rules), ACCENT), why)
         console.print(table)
 
 
@@ -137,10 +147,10 @@ def _vetoes(console: Console, vetoes: Sequence[Event]) -> None:
         return
     counts = Counter((e.rule, e.knob, e.guard) for e in vetoes)
     newest = {(e.rule, e.knob, e.guard): e.reason for e in vetoes}
-    table = _table("vetoed rule", "knob", "guard", "times", "last reason")
+    table = _table("vetoed", "guard", "times", "last reason")
     for key, count in counts.most_common():
         rule, knob, guard = key
-        table.add_row(Text(rule, ACCENT), knob, guard, str(count), newest[key])
+        table.add_row(Text.assemble((rule, ACCENT), f" {knob}"), guard, str(count), newest[key])
     console.print(table)
 
 
@@ -156,18 +166,28 @@ def _times(console: Console, story: Story) -> None:
 
 
 def _places(console: Console, story: Story, folder: Path, mlflow_hint: str) -> None:
-    journal = folder / "journal.jsonl"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row("journal", f"{journal}\n[{DIM}]autotune replay {journal}[/]")
+    """Where everything is. Paths and commands stay on one line, to be copied as they are."""
+    journal = short_path(folder / "journal.jsonl")
+    _place(console, "journal", journal, f"autotune replay {shlex.quote(journal)}")
     if story.checkpoints:
-        path = story.checkpoints[-1].get("path", folder / "checkpoints")
-        load = f'AutoModelForCausalLM.from_pretrained("{path}")'
-        grid.add_row("model", Text.assemble(f"{path}\n", (load, DIM)))
+        model = short_path(story.checkpoints[-1].get("path", folder / "checkpoints"))
+        _place(console, "model", model, f'AutoModelForCausalLM.from_pretrained("{model}")')
     if mlflow_hint:
-        grid.add_row("mlflow", Text(mlflow_hint))
-    console.print(grid)
+        _place(console, "mlflow", *mlflow_hint.splitlines())
+
+
+def _place(console: Console, name: str, where: str, *commands: str) -> None:
+    console.print(Text.assemble((f"{name:<9}", "bold"), where), soft_wrap=True)
+    for command in commands:
+        console.print(Text(f"{'':<9}{command}", DIM), soft_wrap=True)
+
+
+def short_path(path: Path | str) -> str:
+    """Relative to where the user is, when it is below."""
+    path = Path(path)
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
 
 
 def _table(*columns: str) -> Table:

@@ -23,6 +23,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class Feeder:
         store = Store(self.uri, self.folder)
         self._sign()
         experiment = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("experiment", "autotune")
-        start_ms = round((self._written() - self._after) * 1000)
+        start_ms = round(_moment(self.story.header, self._written() - self._after) * 1000)
         tags = payload.tags_of(recipe, environment)
         if store.open_run(self.receipt.run_id, experiment, self.receipt.key, start_ms, tags):
             self.receipt, self._sent = (
@@ -185,7 +186,7 @@ class Feeder:
             if (self.folder / name).exists():
                 store.log_file(self.folder / name)
         if status is not None:
-            store.terminate(status, round(self._written() * 1000))
+            store.terminate(status, round(_moment(self.story.end or {}, self._written()) * 1000))
         self._sign(finished=status is not None)
 
     def _sign(self, **changes: Any) -> None:
@@ -232,6 +233,13 @@ class Feeder:
         """First line of an error, without the password that it may quote."""
         text = (str(error).splitlines() or [""])[0]
         return f"{type(error).__name__}: {hide_password(text, self.uri)[:200]}"
+
+
+def _moment(line: Line, otherwise: float) -> float:
+    """When a line was written, in seconds since 1970, as far as it says so."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(line["at"]).timestamp()
+    return otherwise
 
 
 def _json_file(path: Path) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ this process is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -44,16 +45,15 @@ class FeederHandle:
     def finish(self, timeout: float = 60.0) -> Delivery:
         """Wait until everything is delivered; call it after the journal's `end` line.
 
-        A feeder that needs longer is stopped: the journal is the spool, nothing is lost.
+        A feeder that needs longer goes on by itself for as long as its patience lasts; the journal
+        is the spool, nothing is lost.
         """
         if self.process is None:
             return Delivery(False, self.problem)
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait()
-            return Delivery(False, f"delivery needs longer; finish it with: autotune sync {self.folder}")
+            return Delivery(False, f"still delivering; should that be cut short: autotune sync {self.folder}")
         receipt = read_receipt(self.folder)
         if code == 0 and receipt is not None and receipt.finished:
             return Delivery(True, store_hint(self.folder, receipt))
@@ -103,5 +103,14 @@ def store_hint(folder: Path, receipt: Receipt | None = None) -> str:
     page = f"/#/experiments/{receipt.experiment_id}/runs/{receipt.run_id}"
     if receipt.store.startswith("http"):
         return receipt.store.rstrip("/") + page
-    look = f"mlflow ui --backend-store-uri {receipt.store}"
-    return f"run {receipt.run_id} in {receipt.store}\n{look}\nhttp://127.0.0.1:5000{page}"
+    store = _from_here(receipt.store)
+    look = f"mlflow ui --backend-store-uri {store}"
+    return f"run {receipt.run_id} in {store}\n{look}\nhttp://127.0.0.1:5000{page}"
+
+
+def _from_here(store: str) -> str:
+    """A SQLite file below the working folder by its relative path."""
+    prefix = "sqlite:///"
+    with contextlib.suppress(ValueError):
+        return prefix + str(Path(store.removeprefix(prefix)).relative_to(Path.cwd()))
+    return store
