@@ -108,9 +108,7 @@ def _fresh_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerBase) -> Qwen2
     return Qwen2ForCausalLM(config)
 
 
-def _supervise(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: WarmStart
-) -> None:
+def _supervise(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: WarmStart) -> None:
     """A few supervised steps: linear warm-up from zero, then linearly down to a tenth."""
     import torch
 
@@ -131,9 +129,7 @@ def _factor(step: int, recipe: WarmStart) -> float:
     return 1.0 - 0.9 * done
 
 
-def _batches(
-    tokenizer: PreTrainedTokenizerBase, recipe: WarmStart
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(tokenizer: PreTrainedTokenizerBase, recipe: WarmStart) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of (input_ids, labels), both [batch, 15]: 8 of prompt, 6 digits, the end token."""
     import torch
 

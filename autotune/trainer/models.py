@@ -135,9 +135,7 @@ def _dequantise(file: Path) -> Loaded:
 def _need_gguf_reader() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise EnvironmentProblem(
-            f"model.path: reading a GGUF file needs: pip install {' '.join(missing)}"
-        )
+        raise EnvironmentProblem(f"model.path: reading a GGUF file needs: pip install {' '.join(missing)}")
 
 
 def _built(folder: Path, make: Callable[[], Loaded]) -> Path:
@@ -164,16 +162,38 @@ def _rename(beside: Path, folder: Path) -> None:
 
 
 def _load(source: str, dtype: str) -> Loaded:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    try:
+        _refuse_remote_code(source)
+        return _model(source, dtype), _tokenizer(source)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"model.path: {source} cannot be loaded: {error}\nExpected a causal language model with"
+            " safetensors weights and a tokenizer, as save_pretrained writes them"
+        ) from error
 
-    _refuse_remote_code(source)
+
+def _model(source: str, dtype: str) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, use_safetensors=True)
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        source, dtype=wanted, use_safetensors=True, trust_remote_code=False
+    )
+    return model
+
+
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        source, padding_side="left", trust_remote_code=False
+    )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
+    return tokenizer
 
 
 @contextmanager

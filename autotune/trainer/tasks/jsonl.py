@@ -54,9 +54,7 @@ def read_examples(section: JsonlTask, path: str) -> list[Example]:
     if not file.is_file():
         raise InputError(f"task: there is no file {file}; expected one JSON object a line")
     examples = [
-        Example(
-            _text(row, section.prompt_column, where), _text(row, section.answer_column, where), row
-        )
+        Example(_text(row, section.prompt_column, where), _text(row, section.answer_column, where), row)
         for where, row in _rows(file)
     ]
     if not examples:
