@@ -63,9 +63,7 @@ def sample_all(
     return _gather(parts, mine, prompts, group, ranks)
 
 
-def _gather(
-    parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int, ranks: Ranks
-) -> Samples:
+def _gather(parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int, ranks: Ranks) -> Samples:
     total = prompts.ids.shape[0] * group
 
     def whole(pick: Callable[[Responses], Tensor]) -> Tensor:

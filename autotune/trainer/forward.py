@@ -54,9 +54,7 @@ def response_logits(model: nn.Module, batch: TokenBatch, temperature: float) -> 
     return logits.float() / temperature
 
 
-def _mask_and_positions(
-    prompt_mask: Tensor | None, width: int
-) -> tuple[Tensor | None, Tensor | None]:
+def _mask_and_positions(prompt_mask: Tensor | None, width: int) -> tuple[Tensor | None, Tensor | None]:
     """Only padding on the left needs a mask: what is padded on the right comes after, unseen."""
     if prompt_mask is None:
         return None, None
@@ -81,9 +79,7 @@ def response_log_probs(model: nn.Module, batch: TokenBatch, temperature: float) 
     return token_log_probs(response_logits(model, batch, temperature), batch.response_ids)
 
 
-def log_probs_and_entropy(
-    model: nn.Module, batch: TokenBatch, temperature: float
-) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(model: nn.Module, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens and the entropy where they were drawn, both [B, R]."""
     logits = response_logits(model, batch, temperature)  # [B, R, V]
     return token_log_probs(logits, batch.response_ids), token_entropy(logits)

@@ -88,7 +88,7 @@ class Trainer:
         self._extra_state = extra_state or dict
         self.parts = build_parts(recipe)
         self._before: object | None = None  # engine snapshot from before this rollout's updates
-        self._updating = False
+        self._half_done = False  # this rollout's updates have begun, its record is not out
         self._saved = -1  # rollout of the newest checkpoint written by this process
         self.live = LiveKnobs(
             knob_vector(recipe),
@@ -175,6 +175,7 @@ class Trainer:
         record = self._train(scores)
         self._on_phase("on_rollout", self.rollout)
         with held_interrupts():
+            self._half_done = False
             try:
                 on_rollout(record)
             finally:  # whatever it raised, this rollout has happened
@@ -276,13 +277,12 @@ class Trainer:
         self._before = engine.snapshot() if recipe.trainer.veto_snapshot else None
         updater = Updater(engine, experience, self._loss_knobs(), self.live["temperature"])
         moved = []
-        self._updating = True
+        self._half_done = True
         with seeded_dropout(torch_seed(Stream.DROPOUT, recipe.seed, self.rollout, engine.rank)):
             for stepped in updater.run(plan, meters):
                 moved.append(stepped)
                 if len(moved) == 1:
                     self._on_phase("update", self.rollout)
-        self._updating = False
         return moved
 
     def _loss_knobs(self) -> LossKnobs:
@@ -377,11 +377,11 @@ class Trainer:
 
     def _save_stopped(self) -> None:
         """Save the newest state between two rollouts, if it can still be had."""
-        if self._updating and self._before is None:
-            return  # half-updated and nothing to go back to: the last checkpoint stands
-        if self._updating and self._before is not None:
-            self.parts.engine.restore(self._before)
-            self._updating = False
+        if self._half_done and self._before is None:
+            return  # nothing to go back to: the last checkpoint stands
+        if self._half_done:
+            self.undo_rollout()
+            self._half_done = False
         if self._saved != self.rollout:
             self._save()
 

@@ -66,9 +66,7 @@ def surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: flo
     return torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def clipped_branch_active(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+def clipped_branch_active(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Tokens whose gradient the clip cuts to zero: too high and praised, or too low and blamed."""
     praised = (advantages > 0) & (ratio > 1.0 + clip_high)  # [B, R]
     blamed = (advantages < 0) & (ratio < 1.0 - clip_low)  # [B, R]

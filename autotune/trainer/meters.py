@@ -157,9 +157,7 @@ class Meters:
         return Measured(
             per_update=self._per_update(columns),
             scalars=self._scalars(columns, sums),
-            histograms=dict(
-                zip(("policy_ratio", "policy_ratio_last"), histograms.tolist(), strict=True)
-            ),
+            histograms=dict(zip(("policy_ratio", "policy_ratio_last"), histograms.tolist(), strict=True)),
         )
 
     @staticmethod
@@ -182,9 +180,7 @@ class Meters:
         }
         return per_update | {name: columns[name] for name in ("grad_norm", "loss")}
 
-    def _scalars(
-        self, columns: dict[str, list[float]], sums: dict[str, float]
-    ) -> dict[str, float]:
+    def _scalars(self, columns: dict[str, list[float]], sums: dict[str, float]) -> dict[str, float]:
         counts = sum(columns["tokens"])
         shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
         scalars = {name: _ratio(sum(columns[column]), counts) for name, column in shares.items()}

@@ -23,9 +23,7 @@ class Stream(IntEnum):
 
 def permutation(size: int, stream: Stream, *key: int) -> NDArray[np.int64]:
     """A permutation of range(size) fixed by stream and key."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((stream, *key)))).permutation(
-        size
-    )
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((stream, *key)))).permutation(size)
 
 
 def torch_seed(stream: Stream, *key: int) -> int:

@@ -105,13 +105,9 @@ def make_plan(
     return plan
 
 
-def _micro_batches(
-    rows: Rows, lengths: Rows, size: int, device: torch.device
-) -> tuple[MicroBatch, ...]:
+def _micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
     parts = np.split(rows, range(size, len(rows), size))
-    return tuple(
-        MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts
-    )
+    return tuple(MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts)
 
 
 def first_epoch(plan: Sequence[MiniBatch], epochs: int) -> list[MicroBatch]:
@@ -150,9 +146,7 @@ def score_samples(
 class Updater:
     """Runs a plan on an engine and tells the meters what it saw."""
 
-    def __init__(
-        self, engine: Engine, experience: Experience, knobs: LossKnobs, temperature: float
-    ) -> None:
+    def __init__(self, engine: Engine, experience: Experience, knobs: LossKnobs, temperature: float) -> None:
         self._engine = engine
         self._experience = experience
         self._knobs = knobs

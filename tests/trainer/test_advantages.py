@@ -46,9 +46,7 @@ def test_an_unscored_response_moves_nobody() -> None:
     st.integers(-100, 100),
     st.sampled_from([0.5, 2.0, 16.0]),
 )
-def test_shift_and_scale_of_the_reward_do_not_matter(
-    rewards: list[int], shift: int, scale: float
-) -> None:
+def test_shift_and_scale_of_the_reward_do_not_matter(rewards: list[int], shift: int, scale: float) -> None:
     raw = torch.tensor([rewards], dtype=torch.float64)
     first = group_advantages(raw, everything(raw))
     second = group_advantages(raw * scale + shift, everything(raw))

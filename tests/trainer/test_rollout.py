@@ -40,9 +40,7 @@ def in_parts(sampler: HfSampler, prompts: Prompts, size: int, draw: Draw = DRAW)
     prompt_of, sample_of = rows(prompts)
     cuts = zip(prompt_of.split(size), sample_of.split(size), strict=True)
     parts = [sampler.sample(prompts, p, s, draw) for p, s in cuts]
-    return Responses(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in Responses.__slots__)
-    )
+    return Responses(*(torch.cat([getattr(part, name) for part in parts]) for name in Responses.__slots__))
 
 
 def first_differences(a: Responses, b: Responses) -> Iterator[tuple[int, int]]:

@@ -82,9 +82,7 @@ class HfSampler:
         keys = sample_keys(draw.seed, draw.rollout, prompt_of, sample_of)  # [B]
         return _Perturb(keys, prompts.ids.shape[1], draw.temperature, self.record_gaps)
 
-    def _generate(
-        self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: _Perturb | None
-    ) -> Tensor:
+    def _generate(self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: _Perturb | None) -> Tensor:
         """New token ids, int64 [B, r]; r ends where every row had its end token."""
         device = self._model.device
         ids, mask = prompts.ids.to(device), prompts.mask.to(device)
