@@ -18,7 +18,16 @@ from autotune.decisions import Proposal, RunFacts
 from autotune.history import History, Sample
 from autotune.knobs import expand, updates_per_rollout
 from autotune.metrics import Snapshot
-from autotune.statistics import Movement, Trend, median, movement, reward_noise_sd, theil_sen
+from autotune.statistics import (
+    Movement,
+    Trend,
+    detrended_variance,
+    median,
+    movement,
+    reward_noise_sd,
+    theil_sen,
+    variance_ratio_limit,
+)
 
 
 class Family(IntEnum):
@@ -282,3 +291,30 @@ def signal_present(ctx: Context, limit: float = 0.6) -> bool:
     """Enough groups with mixed rewards, and a reward that is not saturated."""
     share = ctx.value("zero_std_fraction")
     return (share is None or share < limit) and not ctx.reward.saturated()
+
+
+def volatile(ctx: Context) -> bool:
+    """Reward spread around its trend beyond what sampling explains."""
+    view = ctx.reward
+    if view.trend is None or view.noise == 0:
+        return False
+    ratio = detrended_variance(view.values, view.trend) / view.noise**2
+    return ratio > variance_ratio_limit(len(view.values))
+
+
+def kl_movement(ctx: Context, share: float) -> Movement:
+    """What KL does by itself over the trend window; a change of share x its level counts."""
+    values = ctx.window("kl_ref", ctx.pace.trend)
+    if values is None:
+        return Movement.UNDETERMINED
+    level = max(sum(values) / len(values), 1e-6)
+    return movement(theil_sen(values), share * level)
+
+
+def kl_steady(ctx: Context) -> bool:
+    """Whether KL is proven not to move by itself: nothing is wound down while it still rises."""
+    return kl_movement(ctx, 0.5) is Movement.PLATEAU
+
+
+def no_reference(facts: RunFacts) -> str:
+    return "" if facts.has_reference else "kl_coef is 0: there is no reference model to measure against"

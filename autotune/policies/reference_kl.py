@@ -25,42 +25,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.decisions import Kind, Proposal, RunFacts
-from autotune.policies.base import Answer, Context, Family, Policy, signal_present
-from autotune.statistics import (
-    Movement,
-    detrended_variance,
-    median,
-    movement,
-    theil_sen,
-    variance_ratio_limit,
+from autotune.policies.base import (
+    Answer,
+    Context,
+    Family,
+    Policy,
+    kl_movement,
+    kl_steady,
+    no_reference,
+    signal_present,
+    volatile,
 )
-
-
-def volatile(ctx: Context) -> bool:
-    """Reward spread around its trend beyond what sampling explains."""
-    view = ctx.reward
-    if view.trend is None or view.noise == 0:
-        return False
-    ratio = detrended_variance(view.values, view.trend) / view.noise**2
-    return ratio > variance_ratio_limit(len(view.values))
-
-
-def kl_movement(ctx: Context, share: float) -> Movement:
-    """What KL does by itself over the trend window; a change of share x its level counts."""
-    values = ctx.window("kl_ref", ctx.pace.trend)
-    if values is None:
-        return Movement.UNDETERMINED
-    level = max(sum(values) / len(values), 1e-6)
-    return movement(theil_sen(values), share * level)
-
-
-def kl_steady(ctx: Context) -> bool:
-    """Whether KL is proven not to move by itself: nothing is wound down while it still rises."""
-    return kl_movement(ctx, 0.5) is Movement.PLATEAU
-
-
-def no_reference(facts: RunFacts) -> str:
-    return "" if facts.has_reference else "kl_coef is 0: there is no reference model to measure against"
+from autotune.statistics import Movement, median
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.decisions import Proposal, RunFacts
-from autotune.policies.base import Advice, Answer, Context, Family, Policy, signal_present
-from autotune.policies.reference_kl import kl_movement, no_reference
+from autotune.policies.base import (
+    Advice,
+    Answer,
+    Context,
+    Family,
+    Policy,
+    kl_movement,
+    no_reference,
+    signal_present,
+)
 from autotune.statistics import Movement
 
 

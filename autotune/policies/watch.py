@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.decisions import Proposal
-from autotune.policies.base import Advice, Alarm, Answer, Context, Family, Policy, signal_present
-from autotune.policies.reference_kl import kl_movement
+from autotune.policies.base import (
+    Advice,
+    Alarm,
+    Answer,
+    Context,
+    Family,
+    Policy,
+    kl_movement,
+    signal_present,
+)
 from autotune.statistics import Movement, movement, theil_sen
 
 
