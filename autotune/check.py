@@ -209,7 +209,7 @@ def _print_sizes(console: Console, s: Sizes) -> None:
     )
     table = _heading(console, "Batches")
     for name, how, result in rows:
-        table.add_row(Text(name, "cyan"), how, Text(result, "bold"))
+        table.add_row(Text(name, "cyan"), Text(how), Text(result, "bold"))
     console.print(table)
 
 
@@ -247,7 +247,7 @@ def _print_advice(console: Console, advice: list[Advice]) -> None:
     if advice:
         table = _heading(console, "Before you start")
         for item in advice:
-            table.add_row(Text(item.rule or "!", "bold yellow"), item.text)
+            table.add_row(Text(item.rule or "!", "bold yellow"), Text(item.text))
         console.print(table)
 
 
@@ -257,9 +257,8 @@ def _print_machine(console: Console, checked: Checked) -> None:
     table = _heading(console, "Missing on this machine")
     for item in checked.missing:
         sign, style = ("✗", "red") if item.level is Level.BAD else ("•", "yellow")
-        table.add_row(
-            Text.assemble((f"{sign} ", style), (item.what, "bold")), item.found, item.advice
-        )
+        name = Text.assemble((f"{sign} ", style), (item.what, "bold"))
+        table.add_row(name, Text(item.found), Text(item.advice))
     console.print(table)
     if not checked.ready:
         console.print(Text("The recipe is right, but it cannot run here yet.", "bold red"))

@@ -1,4 +1,4 @@
-"""Is this machine fit for a run? (Rule E1: often tuning fails because the environment does not match.)
+"""Is this machine fit for a run? (Rule E1: tuning often fails for want of the right environment.)
 
 Versions come from the installed packages' own records and nothing is imported, so the answer is
 quick and works where torch is broken. `environment()` is the same knowledge for a run's own record.

@@ -163,8 +163,8 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, 
             yield from differences(old.get(key), new.get(key), here)
     elif isinstance(old, list) and isinstance(new, list):
         for index in range(max(len(old), len(new))):
-            pair = (items[index] if index < len(items) else None for items in (old, new))
-            yield from differences(*pair, f"{path}.{index}")
+            before, after = (x[index] if index < len(x) else None for x in (old, new))
+            yield from differences(before, after, f"{path}.{index}")
     elif old != new:
         yield path, old, new
 
@@ -223,7 +223,8 @@ def _print_comparison(console: Console, result: Replay) -> None:
     rows = [(p.rollout, changes_of(p.journalled), changes_of(p.recomputed)) for p in result.pairs]
     rows = [row for row in rows if row[1] or row[2]]
     for rollout, old, new in rows:
-        table.add_row(str(rollout), "\n".join(old) or "·", "\n".join(new) or "·")
+        cells = (Text("\n".join(words) or "·") for words in (old, new))
+        table.add_row(str(rollout), *cells)
     if rows:
         console.print(table)
     same = sum(old == new for _, old, new in rows)

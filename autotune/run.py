@@ -91,7 +91,7 @@ def run(
     console = console or Console()
     folder = resumed_folder(recipe, resume) if resume else claim_folder(recipe)
     if resume and _finished(folder):
-        console.print(f"{folder} is finished already; nothing to do.")
+        console.print(f"{folder} is finished already; nothing to do.", markup=False)
         return _tell(console, folder, "done", None)
     with _terminating():
         return _Session(recipe, folder, bool(resume), on_phase, console).run()
@@ -113,8 +113,8 @@ def claim_folder(recipe: Recipe) -> Path:
     except FileExistsError as error:
         resume = resume_command(folder) if (folder / JOURNAL).exists() else ""
         moves = [f"resume it with: {resume}"] if resume else []
-        moves += ["or run with another seed, such as seed=2, or another run_dir"]
-        message = f"the run folder {folder} exists already; {' '.join(moves).removeprefix('or ')}"
+        moves += ["run with another seed, such as seed=2, or another run_dir"]
+        message = f"the run folder {folder} exists already; {', or '.join(moves)}"
         raise InputError(message) from error
     except OSError as error:
         message = f"the run folder {folder} cannot be made ({error.strerror}); set run_dir=PATH"
@@ -205,9 +205,8 @@ class _Session:
             adapter = NativeAdapter(trainer)
             self.controller = self._controller(adapter, trainer)
             self._first_lines(trainer, adapter)
-            feeder = start_feeder(self.folder, self.recipe)
+            feeder = self._feeder()
             loop = ControlLoop(adapter, self.controller, journal, (self._show,))
-            self._loop, self._trainer = loop, trainer
             with self._screen(adapter):
                 status, error = self._train(trainer, loop)
         return self._close(status, error, feeder)
@@ -226,6 +225,8 @@ class _Session:
             self.journal.close()
             if isinstance(error, InputError) and not self.resume:
                 shutil.rmtree(self.folder)
+            elif isinstance(error, KeyboardInterrupt):
+                self._say_how_to_resume()
             raise
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
@@ -308,6 +309,11 @@ class _Session:
                 self.observers.append(screen.on_line)
             yield
 
+    def _feeder(self) -> FeederHandle | None:
+        with contextlib.suppress(Exception):
+            return start_feeder(self.folder, self.recipe)
+        return None
+
     # -- while it runs -----------------------------------------------------------------------------
 
     def _train(self, trainer: Trainer, loop: ControlLoop) -> tuple[str, BaseException | None]:
@@ -358,18 +364,24 @@ class _Session:
 
     # -- closing -----------------------------------------------------------------------------------
 
-    def _close(self, status: str, error: BaseException | None, feeder: FeederHandle) -> RunResult:
+    def _close(
+        self, status: str, error: BaseException | None, feeder: FeederHandle | None
+    ) -> RunResult:
         delivery = self._deliver(status, feeder)
         result = _tell(self.console, self.folder, status, delivery)
         if error is None:
             return result
         if status != "stopped":
-            self.console.print(
-                f"resume with: {resume_command(self.folder)}", style="bold", soft_wrap=True
-            )
+            self._say_how_to_resume()
         raise error
 
-    def _deliver(self, status: str, feeder: FeederHandle) -> Delivery | None:
+    def _say_how_to_resume(self) -> None:
+        words = f"resume with: {resume_command(self.folder)}"
+        self.console.print(words, style="bold", soft_wrap=True, markup=False, highlight=False)
+
+    def _deliver(self, status: str, feeder: FeederHandle | None) -> Delivery | None:
+        if feeder is None:
+            return None
         with contextlib.suppress(Exception), self._patience("delivering to MLflow"):
             return feeder.finish(FEEDER_SECONDS.get(status, 10.0))
         return None

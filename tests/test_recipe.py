@@ -321,7 +321,7 @@ JSONL = "task: {type: jsonl, path: d.jsonl}"
     [
         ('{"prompt": "p", "answr": "a"}', r"answer_column: d\.jsonl:1: missing reward column "
          r"'answer' .*did you mean answr"),
-        ('{"prompt": "p", "answer": "a"}\n\n{"answer": "a"}', r"prompt_column: d\.jsonl:3: missing "),
+        ('{"prompt": "p", "answer": "a"}\n\n{"answer": "a"}', r"prompt_column: d\.jsonl:3: miss"),
         ('{"prompt": ["p"], "answer": "a"}', "column 'prompt' is .*; expected text"),
         ("[1]", "expected a JSON object"),
         ("{'prompt': 1}", "d.jsonl:1: is not JSON"),

@@ -1,0 +1,172 @@
+"""`check`: the arithmetic, the rules' reasons, advice and what is missing; and the doctor."""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autotune import doctor
+from autotune.check import Checked, advise, check, print_check, report
+from autotune.doctor import PACKAGES, Level, examine, within
+from autotune.errors import EnvironmentProblem, InputError
+from autotune.policies import POLICIES
+from autotune.recipe import Recipe, load_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    def make(*overrides: str) -> Recipe:
+        (tmp_path / "r.yaml").write_text("seed: 1\n")
+        return load_recipe(tmp_path / "r.yaml", overrides)
+
+    return make
+
+
+def rule(checked: Checked, name: str):
+    return next(r for r in checked.rules if r.id == name)
+
+
+def printed(checked: Checked, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_check(console, checked)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_batch_arithmetic_with_units(recipe) -> None:
+    checked = check(recipe("trainer.ppo_epochs=2", "trainer.rollout_micro_batch_size=128"))
+    sizes = checked.sizes
+    assert (sizes.samples, sizes.sampling_batches, sizes.updates) == (512, 4, 8)
+    assert (sizes.mini_samples, sizes.backward_passes, sizes.total_updates) == (128, 1, 480)
+    assert sizes.tokens == 512 * 24
+    shown = printed(checked)
+    assert "64 prompts × 8 responses" in shown and "512 samples" in shown
+    assert "64 / 16 prompts × 2 epochs" in shown and "8 per rollout" in shown
+
+
+def test_every_rule_is_told_once(recipe) -> None:
+    checked = check(recipe())
+    assert [r.id for r in checked.rules] == list(POLICIES)
+    assert all(r.can_act or r.reason for r in checked.rules)
+
+
+def test_one_update_per_rollout_blinds_the_clip_rules(recipe) -> None:
+    checked = check(recipe("trainer.ppo_mini_batch_size=64"))
+    for name in ("A3", "B4a", "B4b"):
+        assert not rule(checked, name).can_act and "one update" in rule(checked, name).reason
+    assert "A1" in {item.rule for item in checked.advice}
+    assert rule(check(recipe()), "B4a").can_act
+
+
+def test_without_a_reference_model_the_kl_rules_are_blind(recipe) -> None:
+    checked = check(recipe("trainer.kl_coef=0"))
+    for name in ("B3a", "B3b", "B3c"):
+        assert not rule(checked, name).can_act and "kl_coef is 0" in rule(checked, name).reason
+    assert "kl_coef is 0" in printed(checked)
+
+
+def test_pinned_and_switched_off_rules(recipe) -> None:
+    checked = check(recipe("control.pin=[kl_coef]", "control.policies={A4: off}"))
+    assert "pinned" in rule(checked, "B3c").reason and not rule(checked, "A4").on
+    assert "off" in rule(checked, "A4").reason
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "word"),
+    [
+        ("trainer.ppo_mini_batch_size=64", "A1", "no clip rule has a sensor"),
+        ("trainer.ppo_mini_batch_size=32", "A1", "below the usual 4 to 8"),
+        ("trainer.ppo_mini_batch_size=4", "A1", "above the usual 4 to 8"),
+        ("trainer.train_batch_size=128", "A2", "jittery"),
+        ("task={type: sums}", "B6p", "longer prompts are cut"),
+        ("trainer.max_prompt_length=4", "B6p", "this task's prompts have 8 tokens"),
+        ("trainer.lr_schedule.warmup=60", "", "never comes"),
+    ],
+)
+def test_advice_in_plain_words(recipe, override: str, rule: str, word: str) -> None:
+    assert any(item.rule == rule and word in item.text for item in advise(recipe(override)))
+
+
+def test_no_advice_where_there_is_none_to_give(recipe) -> None:
+    good = recipe("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=64")
+    assert list(advise(good)) == []
+
+
+def test_what_is_missing_is_told_and_refused(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"torch", "mlflow"}
+    real = doctor.Package.version
+    monkeypatch.setattr(doctor.Package, "version", lambda p: None if p.name in gone else real(p))
+    checked = check(recipe())
+    levels = {item.what: item.level for item in checked.missing}
+    assert levels["torch"] is Level.BAD and levels["mlflow"] is Level.NOTE
+    assert not checked.ready and not report(checked)["ready"]
+    assert "autotune-rl[train]" in printed(checked) and "cannot run here yet" in printed(checked)
+    with pytest.raises(EnvironmentProblem, match=r"torch \(missing\).*autotune-rl\[train\]"):
+        doctor.require(recipe())
+    quiet = check(recipe("tracking.mlflow.enabled=false"))
+    assert "mlflow" not in {item.what for item in quiet.missing}
+
+
+def test_several_ranks_are_refused(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EnvironmentProblem, match="one rank"):
+        doctor.require(recipe())
+
+
+def test_the_report_is_json(recipe) -> None:
+    data = json.loads(json.dumps(report(check(recipe()))))
+    assert data["valid"] and data["folder"] == "runs/r-1" and data["sizes"]["updates"] == 4
+    assert {r["id"] for r in data["rules"]} == set(POLICIES)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_nothing_is_cut_off_on_narrow_terminals(recipe, width: int) -> None:
+    shown = printed(check(recipe()), width)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+
+
+# --------------------------------------------------------------------------------------- doctor
+
+
+def test_the_doctor_looks_at_everything_and_imports_nothing() -> None:
+    findings = {f.what: f for f in examine()}
+    assert {"python", "numpy", "torch", "memory", "gpu", "compiler", "cache"} <= set(findings)
+    assert findings["python"].level is Level.OK
+    with pytest.raises(InputError, match="expected one of native, trl"):
+        examine("tlr")
+    assert "trl" in {f.what for f in examine("trl")}
+
+
+@pytest.mark.parametrize(
+    ("version", "low", "high", "inside"),
+    [
+        ("2.13.0+cpu", "2.11", "2.14", True),
+        ("2.14", "2.11", "2.14", False),
+        ("2.14.0", "2.11", "2.14", False),
+        ("2.9", "2.11", "", False),
+        ("10", "2.11", "", True),
+        ("2.11.0", "2.11", "", True),
+    ],
+)
+def test_versions_compare_by_number(version: str, low: str, high: str, inside: bool) -> None:
+    assert within(version, low, high) == inside
+
+
+def test_the_doctor_knows_the_ranges_of_the_distribution() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())[
+        "project"
+    ]
+    extras = {**project["optional-dependencies"], "": project["dependencies"]}
+    for package in PACKAGES:
+        assert f"{package.name}{package.range}" in extras[package.extra]
+
+
+def test_a_record_of_the_environment() -> None:
+    record = doctor.environment()
+    assert record["packages"]["numpy"] and len(record["policies_sha256"]) == 64
+    json.dumps(record)
