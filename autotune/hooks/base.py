@@ -74,85 +74,76 @@ def vector_digest(knobs: Mapping[str, float]) -> str:
 
 # ------------------------------------------------------------------------------------- acting
 
+Vector = Mapping[str, float]
+Setter = Callable[[Vector], object]
+"""Sets several knobs; raises `AdapterError` when it refuses, possibly halfway."""
+
 
 def set_all_or_none(
-    values: Mapping[str, float],
-    get: Callable[[], Mapping[str, float]],
-    set_one: Callable[[str, float], object],
-    effective_from: int,
+    values: Vector, get: Callable[[], Vector], setter: Setter, effective_from: int
 ) -> list[Applied]:
     """Set every knob of `values`, or leave the trainer as it was.
 
-    Knobs are set in the order of the knob table, so that batch sizes come before the micro batch
-    that is derived from them; putting back uses the same order for the same reason.
-
     Args:
         values: real knob -> wanted value.
-        get: the trainer's own knob vector, read from where it is used.
-        set_one: the trainer's setter; raises `AdapterError` when it refuses.
+        get: the trainer's own vector, read from where it is used.
+        setter: the trainer's setter; `one_by_one` makes one of a setter for single knobs.
         effective_from: first rollout that will use the new values.
 
     Returns:
-        One `Applied` per knob. After a failure all of them carry an error and the read-back is
-        what the trainer has after the others were put back.
+        One `Applied` per knob. After a failure all of them carry the reason, and the read-back is
+        what the trainer has after everything that had moved was put back.
     """
-    before, order = dict(get()), sorted(values, key=_table_order)
-    errors = _set(values, order, before, get, set_one)
-    if errors:
-        _put_back(before, order, set_one, errors)
-    after, cause = get(), "; ".join(errors.values())
+    before = dict(get())
+    failure = _try_set(values, before, get, setter)
+    if failure:
+        failure += _put_back(before, get, setter)
+    after = get()
     return [
-        Applied(
-            knob=knob,
-            requested=values[knob],
-            read_back=after.get(knob, math.nan),
-            effective_from=effective_from,
-            error=errors.get(knob, f"put back: {cause}" if cause else ""),
-        )
-        for knob in order
+        Applied(knob, value, after.get(knob, math.nan), effective_from, failure)
+        for knob, value in values.items()
     ]
 
 
-def _set(
-    values: Mapping[str, float],
-    order: list[str],
-    before: Mapping[str, float],
-    get: Callable[[], Mapping[str, float]],
-    set_one: Callable[[str, float], object],
-) -> dict[str, str]:
-    """Set in order, stopping at the first refusal; then read back. Knob -> what went wrong."""
-    for knob in order:
-        if knob not in before:
-            return {knob: f"{knob} does not exist here; expected one of {', '.join(before)}"}
-        try:
-            set_one(knob, values[knob])
-        except AdapterError as refusal:
-            return {knob: str(refusal) or f"{knob}={values[knob]:g} was refused"}
+def _try_set(values: Vector, before: Vector, get: Callable[[], Vector], setter: Setter) -> str:
+    """What went wrong, or an empty string. A setter that changes nothing is a failure too."""
+    unknown = [knob for knob in values if knob not in before]
+    if unknown:
+        return f"{', '.join(unknown)} does not exist here; expected any of {', '.join(before)}"
+    try:
+        setter(values)
+    except AdapterError as refusal:
+        return str(refusal) or "the trainer refused without a reason"
     after = get()
-    return {
-        knob: f"{knob} was set to {values[knob]:g} and reads back {after[knob]:g}"
-        for knob in order
-        if not Applied(knob, values[knob], after[knob], effective_from=0).ok
-    }
+    return "; ".join(
+        f"{knob} was set to {value:g} and reads back {after[knob]:g}"
+        for knob, value in values.items()
+        if not Applied(knob, value, after[knob], effective_from=0).ok
+    )
 
 
-def _put_back(
-    before: Mapping[str, float],
-    order: list[str],
-    set_one: Callable[[str, float], object],
-    errors: dict[str, str],
-) -> None:
-    for knob in order:
-        if knob not in before:
-            continue
-        try:
-            set_one(knob, before[knob])
-        except AdapterError as refusal:
-            errors[knob] = f"{errors.get(knob, '')} could not be put back: {refusal}".strip()
+def _put_back(before: Vector, get: Callable[[], Vector], setter: Setter) -> str:
+    """Undo what has moved, knobs that the trainer re-derived included; what could not be undone."""
+    moved = {knob: before[knob] for knob, value in get().items() if value != before[knob]}
+    try:
+        setter(moved)
+    except AdapterError as refusal:
+        return f"; putting {', '.join(moved)} back failed: {refusal}"
+    left = [knob for knob, value in get().items() if value != before[knob]]
+    return f"; {', '.join(left)} could not be put back" if left else ""
 
 
-def _table_order(knob: str) -> int:
-    return list(KNOBS).index(knob) if knob in KNOBS else len(KNOBS)
+def one_by_one(set_one: Callable[[str, float], object]) -> Setter:
+    """A setter of several knobs from a setter of one.
+
+    The order is the knob table's: batch sizes come before the micro batch derived from them.
+    """
+
+    def setter(values: Vector) -> None:
+        for knob in sorted(values, key=list(KNOBS).index):
+            set_one(knob, values[knob])
+
+    return setter
 
 
 # ------------------------------------------------------------------------------------ sensing

@@ -2,12 +2,13 @@
 
 The trainer already speaks canonical names and owns its knobs in one place (`trainer.live`), so
 this file only judges the record, sets and reads back `trainer.live`, and brings weights back.
-It asks for the trainer's shape (`NativeTrainer`), not for its class: nothing heavy is imported.
+It asks for the trainer's shape (`NativeTrainer`), not for its class, so that importing it loads
+neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from autotune.decisions import Applied, Restore, RunFacts
@@ -20,23 +21,7 @@ from autotune.hooks.base import (
     set_all_or_none,
 )
 from autotune.metrics import Snapshot
-
-
-class Record(Protocol):
-    """What the trainer tells about one rollout; `autotune.trainer.records.RolloutRecord` is one."""
-
-    @property
-    def rollout(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def knobs(self) -> Mapping[str, float]: ...
-    @property
-    def scalars(self) -> Mapping[str, float | None]: ...
-    @property
-    def per_update(self) -> Mapping[str, Sequence[float]]: ...
-    @property
-    def histograms(self) -> Mapping[str, Sequence[float]]: ...
+from autotune.trainer.records import RolloutRecord
 
 
 class Live(Protocol):
@@ -45,7 +30,7 @@ class Live(Protocol):
     epoch: int
 
     def vector(self) -> dict[str, float]: ...
-    def set(self, name: str, value: float) -> float: ...
+    def set_many(self, values: Mapping[str, float]) -> dict[str, float]: ...
 
 
 class NativeTrainer(Protocol):
@@ -70,7 +55,7 @@ class NativeAdapter(SingleProcess):
     def facts(self) -> RunFacts:
         return self._facts
 
-    def read(self, raw: Record, rollout: int) -> Snapshot:
+    def read(self, raw: RolloutRecord, rollout: int) -> Snapshot:
         """The record carries its own index, which is believed: the controller checks its order."""
         self._rollout = raw.rollout
         knobs = dict(raw.knobs)
@@ -90,11 +75,10 @@ class NativeAdapter(SingleProcess):
         return self.trainer.live.vector()
 
     def apply(self, values: Mapping[str, float], epoch: int) -> list[Applied]:
-        """Set all or none; the new config epoch opens only when the knobs really moved."""
+        """Set all or none. The epoch is stamped either way: its owner is the controller."""
         live = self.trainer.live
-        applied = set_all_or_none(values, live.vector, live.set, self._rollout + 1)
-        if all(item.ok for item in applied):
-            live.epoch = epoch
+        applied = set_all_or_none(values, live.vector, live.set_many, self._rollout + 1)
+        live.epoch = epoch
         return applied
 
     def restore(self, restore: Restore) -> int:

@@ -3,13 +3,13 @@
     plant      the arithmetic of one rollout, fitted to real runs
     fake       FakeTrainer: the plant with a trainer's outside, and its adapter
     faults     what can be broken on purpose
-    contracts  AdapterContract and PolicyContract: subclass them in your own tests (needs pytest)
+    contracts  AdapterContract and PolicyContract: subclass them in your own tests
 
 Importing this package loads numpy and nothing heavier.
 """
 
-from autotune.testing.fake import FakeRecord, FakeTrainer
+from autotune.testing.fake import FakeTrainer
 from autotune.testing.faults import Fault
 from autotune.testing.plant import HEALTHY, Constants
 
-__all__ = ["HEALTHY", "Constants", "FakeRecord", "FakeTrainer", "Fault"]
+__all__ = ["HEALTHY", "Constants", "FakeTrainer", "Fault"]

@@ -2,7 +2,8 @@
 
 It obeys its knobs from the next rollout on, keeps a ring of checkpoints and the weights from
 before the last updates, and can be broken on purpose with the objects of `autotune.testing.faults`.
-It is judged by the very code that judges the real trainer (`hooks.native.NativeAdapter`).
+Knobs, records and the adapter are the real trainer's own (`trainer.live`, `trainer.records`,
+`hooks.native`); only what happens inside a rollout is the plant's.
 
     trainer = FakeTrainer({"actor_learning_rate": 3e-3}, seed=1, rollouts=60)
     loop = ControlLoop(trainer, Controller(settings, trainer.facts()), journal)
@@ -15,106 +16,54 @@ the data of a real run does, so the same collapse is not repeated.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from autotune.decisions import RunFacts
-from autotune.errors import AdapterError, CheckpointError, InputError, TrainingError
+from autotune.errors import AdapterError, CheckpointError, InputError
 from autotune.hooks.native import NativeAdapter
-from autotune.knobs import (
-    KNOBS,
-    Capability,
-    Liveness,
-    batch_problems,
-    divisors,
-    expand,
-    fit_micro_batch,
-)
+from autotune.knobs import Capability, Liveness, batch_problems, expand, fit_micro_batch
 from autotune.metrics import METRICS, Validity
 from autotune.testing.faults import Fault
 from autotune.testing.plant import HEALTHY, NOISES, Constants, State, advance
+from autotune.trainer.live import LiveKnobs
+from autotune.trainer.records import RolloutRecord
 
 _BLOCK = 256
 """Rollouts whose noise is drawn at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class FakeRecord:
-    """What the trainer tells about one rollout: the native trainer's record, field by field."""
-
-    rollout: int
-    knobs: dict[str, float]
-    epoch: int
-    scalars: dict[str, float | None]
-    per_update: dict[str, list[float]] = field(default_factory=dict)
-    histograms: dict[str, list[float]] = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)
-
-
-class FakeLive:
-    """The running trainer's knobs. `force` writes past all checks: what an outsider would do."""
+class FakeLive(LiveKnobs):
+    """The trainer's own knobs, with faults between the caller and them."""
 
     def __init__(self, knobs: Mapping[str, float], faults: Sequence[Fault] = ()) -> None:
-        self.epoch = 0
-        self._knobs = dict(knobs)
-        self._recipe = dict(knobs)
+        super().__init__(knobs, has_reference=knobs["kl_coef"] != 0.0)
         self._faults = tuple(faults)
 
-    def vector(self) -> dict[str, float]:
-        return dict(self._knobs)
-
-    def set(self, name: str, value: float) -> float:
-        """Set one knob; the value now in use.
+    def set_many(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Set several knobs: one transaction, unless a fault breaks it into single steps.
 
         Raises:
-            AdapterError: the knob does not exist, or the value is not legal for it.
+            AdapterError: if a value is illegal, or a fault refuses.
         """
-        wanted: float | None = value
-        for fault in self._faults:
-            if wanted is not None:
-                wanted = fault.on_set(name, wanted)
-        if wanted is not None:
-            self._check(name, wanted)
-            self.force(name, wanted)
-        return self._knobs[name]
+        if not self._faults:
+            return super().set_many(values)
+        for name, value in values.items():
+            kept = self._through(name, value)
+            if kept is not None:
+                super().set_many({name: kept})
+        return {name: self[name] for name in values}
 
     def force(self, name: str, value: float) -> None:
-        """Set without asking. The micro batch follows the mini-batch, as in the real trainer."""
-        self._knobs[name] = value
-        if name in ("ppo_mini_batch_size", "rollout_n"):
-            mini, n = int(self._knobs["ppo_mini_batch_size"]), int(self._knobs["rollout_n"])
-            wanted = int(self._recipe["micro_batch_size"])
-            self._knobs["micro_batch_size"] = fit_micro_batch(mini, n, 1, wanted)
-        if name in ("train_batch_size", "rollout_n", "rollout_micro_batch_size"):
-            self._fit_rollout()
+        """Write past all checks and faults: what an outsider would do."""
+        self._values[name] = value
 
-    def _fit_rollout(self) -> None:
-        """Sampling follows the amount of data; it never changes it."""
-        samples = int(self._knobs["train_batch_size"] * self._knobs["rollout_n"])
-        wanted = int(self._knobs["rollout_micro_batch_size"])
-        fitted = max(d for d in divisors(samples) if d <= wanted)
-        self._knobs["rollout_micro_batch_size"] = fitted
-        self._knobs["num_rollout_batches"] = samples // fitted
-
-    def _check(self, name: str, value: float) -> None:
-        if name not in self._knobs:
-            have = ", ".join(self._knobs)
-            raise AdapterError(f"{name} does not exist here; expected one of {have}")
-        spec = KNOBS[name]
-        low, high = min(spec.low, self._recipe[name]), max(spec.high, self._recipe[name])
-        if not math.isfinite(value) or not low <= value <= high:
-            raise AdapterError(f"{name}={value:g} {spec.unit}; expected {low:g} to {high:g}")
-        if spec.integer and value != int(value):
-            raise AdapterError(f"{name}={value:g}; expected a whole number of {spec.unit}")
-        trial = FakeLive(self._recipe)
-        trial._knobs = self.vector()
-        trial.force(name, value)
-        problems = batch_problems(trial.vector(), world_size=1)
-        if problems:
-            raise AdapterError("; ".join(f"{knob}: {message}" for knob, message in problems))
+    def _through(self, name: str, value: float) -> float | None:
+        wanted: float | None = value
+        for fault in self._faults:
+            wanted = None if wanted is None else fault.on_set(name, wanted)
+        return wanted
 
 
 class FakeTrainer(NativeAdapter):
@@ -161,7 +110,7 @@ class FakeTrainer(NativeAdapter):
 
     # -- the trainer -------------------------------------------------------------------------
 
-    def advance(self) -> FakeRecord:
+    def advance(self) -> RolloutRecord:
         """Run the next rollout and return its raw metrics, faults included."""
         t = self.rollout
         if t % self._every == 0:
@@ -175,14 +124,15 @@ class FakeTrainer(NativeAdapter):
             self.constants, knobs, lr, self.state, self._noise_of(t), self.length_factor
         )
         self.rollout = t + 1
-        record = FakeRecord(
-            t, knobs, self.live.epoch, seen.scalars, seen.per_update, seen.histograms, seen.times
+        scalars: dict[str, float | None] = dict(seen.scalars)
+        record = RolloutRecord(
+            t, knobs, self.live.epoch, scalars, seen.per_update, seen.histograms, seen.times
         )
         for fault in self.faults:
             record = fault.on_record(record)
         return record
 
-    def run(self, on_rollout: Callable[[FakeRecord], object]) -> None:
+    def run(self, on_rollout: Callable[[RolloutRecord], object]) -> None:
         """All rollouts that are left, each answered by `on_rollout` before the next begins."""
         while self.rollout < self.rollouts:
             on_rollout(self.advance())
@@ -194,7 +144,7 @@ class FakeTrainer(NativeAdapter):
     def undo_rollout(self) -> None:
         """Weights and moments from before the last rollout's updates."""
         if self._undo is None:
-            raise TrainingError("nothing to undo: the last rollout was already undone, or none ran")
+            raise AdapterError("nothing to undo: the last rollout was already undone, or none ran")
         self.state, self._undo = self._undo, None
 
     def restore_checkpoint(self, before_rollout: int) -> int:
@@ -262,7 +212,6 @@ def _with_aliases(knobs: Mapping[str, float]) -> dict[str, float]:
 
 def _knob_capability(reference: bool) -> dict[str, Capability]:
     live = {name: Capability(Liveness.NEXT_ROLLOUT) for name in HEALTHY}
-    live["max_prompt_length"] = Capability(Liveness.RESTART, "prompts are prepared once, at start")
     live["critic_learning_rate"] = Capability(Liveness.UNAVAILABLE, "grpo has no critic")
     if not reference:
         reason = "kl_coef is 0: no reference model was built"

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autotune.errors import AdapterError
+from autotune.trainer.records import RolloutRecord
 
 if TYPE_CHECKING:
-    from autotune.testing.fake import FakeRecord, FakeTrainer
+    from autotune.testing.fake import FakeTrainer
 
 FOREVER = 1 << 60
 
@@ -38,7 +39,7 @@ class Fault:
         """The value that is really set; None when the setter silently ignores the call."""
         return value
 
-    def on_record(self, record: FakeRecord) -> FakeRecord:
+    def on_record(self, record: RolloutRecord) -> RolloutRecord:
         """The record that is really delivered."""
         return record
 
@@ -54,7 +55,7 @@ class _Sensor(Fault):
     at: int = 0
     count: int = FOREVER
 
-    def on_record(self, record: FakeRecord) -> FakeRecord:
+    def on_record(self, record: RolloutRecord) -> RolloutRecord:
         if not self.at <= record.rollout < self.at + self.count:
             return record
         honest = record.scalars.get(self.metric)
@@ -127,9 +128,9 @@ class Late(Fault):
 
     at: int
     lag: int = 2
-    _past: deque[FakeRecord] = field(default_factory=deque)
+    _past: deque[RolloutRecord] = field(default_factory=deque)
 
-    def on_record(self, record: FakeRecord) -> FakeRecord:
+    def on_record(self, record: RolloutRecord) -> RolloutRecord:
         self._past.append(record)
         if len(self._past) > self.lag + 1:
             self._past.popleft()
@@ -142,7 +143,7 @@ class Duplicate(Fault):
 
     at: int
 
-    def on_record(self, record: FakeRecord) -> FakeRecord:
+    def on_record(self, record: RolloutRecord) -> RolloutRecord:
         shift = 1 if record.rollout == self.at else 0
         return dataclasses.replace(record, rollout=record.rollout - shift)
 
@@ -153,7 +154,7 @@ class OutOfOrder(Fault):
 
     at: int
 
-    def on_record(self, record: FakeRecord) -> FakeRecord:
+    def on_record(self, record: RolloutRecord) -> RolloutRecord:
         swapped = {self.at: self.at + 1, self.at + 1: self.at}
         return dataclasses.replace(record, rollout=swapped.get(record.rollout, record.rollout))
 
@@ -226,7 +227,7 @@ class LengthSurge(Fault):
             trainer.length_factor = 1.0
 
 
-def _with(record: FakeRecord, metric: str, value: float | None) -> FakeRecord:
+def _with(record: RolloutRecord, metric: str, value: float | None) -> RolloutRecord:
     """The record with one scalar replaced, or left out when None."""
     scalars = {name: v for name, v in record.scalars.items() if name != metric}
     if value is not None:

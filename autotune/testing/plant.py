@@ -5,14 +5,14 @@ p = the expected reward of a sample:
 
     drift      kl_step = drift * (lr/3e-4)^a * U_eff^b * (B/512)^c * (clip/0.2)^d * noise, and
                3-4 times that during Adam's first steps (its second moment is still filling up)
-    learning   dp = speed(kl_step) * signal(B) * p^i * (ceiling - p)^j; speed rises with kl_step up
-               to about 0.04 and falls beyond; the ceiling falls with kl_coef and with drift
+    learning   dp = speed(kl_step) * B^s * epochs^e * p^i * (ceiling - p)^j; speed rises with kl_step
+               up to 0.04 and falls beyond; the ceiling falls with kl_coef and with drift above 0.04
     reference  KL to the reference relaxes toward what progress and drift ask for, divided by the
                pull of kl_coef (a kl_coef of 1 pins it in 0.03-0.05 and holds the reward back)
     clipping   share of tokens outside the range = tail of sqrt(2 kl)/range; about 6 in 10 of these
                have the clipped branch active
     reward     mean over B samples of Beta-distributed prompts, variance v_between/P + v_within/B
-    death      a drift above about 0.45, certain above 0.7 and rare at 0.3: reward 0, entropy up, no
+    death      a drift above about 0.45 (certain from 0.7 on, rare at 0.3): reward 0, entropy up, no
                group with a spread, no gradient. Nothing but older weights brings it back.
 
 The extremes: lr -> 0 freezes p, one update per rollout has no clipping, a dead model stays dead.
@@ -58,68 +58,71 @@ class Constants:
     """Everything that the plant's equations need; defaults are the fit to the scan."""
 
     # drift: kl_step at the healthy point [nats/token] and its exponents
-    drift: float = 0.0141
-    drift_lr: float = 1.6
-    drift_updates: float = 1.4
-    updates_soft: float = 60.0
+    drift: float = 0.01465
+    drift_lr: float = 1.635
+    drift_updates: float = 1.814
+    updates_soft: float = 19.64
     """U_eff = U / (1 + U / this): clipping brakes long rollouts."""
-    drift_batch: float = -0.55
-    drift_clip: float = 0.4
+    drift_batch: float = -0.5319
+    drift_clip: float = 0.4169
     drift_noise: float = 0.25
     """Log-normal scatter from rollout to rollout."""
-    boost: float = 3.0
+    boost: float = 2.47
     """Extra drift of the very first optimizer step, as a factor of the steady one."""
-    boost_steps: float = 8.0
+    boost_steps: float = 6.956
     # learning
     start: float = 0.18
-    ceiling: float = 0.9
-    speed: float = 0.11
-    rise: float = 0.4
+    ceiling: float = 0.8188
+    speed: float = 0.1838
+    rise: float = 0.4506
     """Exponent of speed in kl_step far below `best_drift`."""
     best_drift: float = 0.04
-    fall: float = 0.6
+    fall: float = 0.7883
     """Exponent by which speed falls far above `best_drift`."""
-    signal: float = 0.5
+    signal: float = 0.8851
     """Exponent of speed in B/512."""
-    early: float = 0.5
-    late: float = 1.2
-    ceiling_drift: float = 0.04
+    reuse: float = 0.6621
+    """Exponent of speed in ppo_epochs: passes over the same data learn more per drift."""
+    early: float = 1.343
+    late: float = 1.1
+    ceiling_drift: float = 0.1025
     """Loss of ceiling per e-fold of kl_step above `best_drift`."""
-    hold: float = 0.63
+    hold: float = 0.7587
     """kl_coef that takes half of the progress that is possible."""
-    hold_power: float = 1.6
+    hold_power: float = 1.463
     # reference KL [nats/token]
-    reference_progress: float = 0.25
-    reference_drift: float = 0.06
-    reference_drift_power: float = 0.3
-    reference_rate: float = 0.15
-    pull: float = 0.38
-    pull_power: float = 1.7
+    reference_progress: float = 0.0488
+    reference_drift: float = 0.2619
+    reference_drift_power: float = 0.2839
+    reference_rate: float = 0.0417
+    pull: float = 0.3519
+    pull_power: float = 1.572
     # death
     death: float = 0.45
     death_width: float = 0.15
-    dead_drift: float = 0.03
-    """Drift of a dead model, as a factor of a living one's."""
+    dead_drift: float = 0.0103
+    """Drift of a dead model at four updates [nats/token]; it looks like a healthy one's."""
     dead_reference: float = 2.0
     dead_entropy: float = 1.7
     # clipping
-    tail: float = 0.065
-    tail_power: float = 0.8
-    tail_onset: float = 0.15
-    active: float = 0.57
+    tail: float = 0.07589
+    tail_power: float = 0.7567
+    tail_onset: float = 0.195
+    active: float = 0.5824
     """Share of tokens outside the range whose clipped branch is the active one."""
     low_side: float = 0.55
     """Share of these that are on the low side (assumed)."""
     # entropy [nats/token], gradient norm
-    entropy_start: float = 0.42
-    entropy_progress: float = 0.30
-    entropy_drift: float = 0.015
-    entropy_rate: float = 0.2
-    grad: float = 1.59
-    grad_batch: float = 0.45
+    entropy_start: float = 0.4336
+    entropy_progress: float = 0.4346
+    entropy_drift: float = 0.0258
+    entropy_rate: float = 0.0409
+    grad: float = 1.431
+    grad_batch: float = 0.4109
+    grad_epochs: float = -0.2703
     grad_noise: float = 0.3
     # rewards: Beta concentration of the prompts' success probabilities
-    concentration: float = 3.0
+    concentration: float = 3.08
     # lengths [tokens] (assumed: the embedded task always answers seven)
     length_median: float = 7.0
     length_sigma: float = 0.02
@@ -149,7 +152,7 @@ class State:
 class Measured:
     """What a trainer would log of one rollout; all numbers honest."""
 
-    scalars: dict[str, float | None] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
     per_update: dict[str, list[float]] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
@@ -184,18 +187,18 @@ def advance(
     kept = _lengths(c, knobs, state, length_factor, z_length, scalars)
     _rewards(c, knobs, state, kept, z_reward, z_zero, scalars)
     kl_step = drift(c, knobs, learning_rate, updates, state) * math.exp(c.drift_noise * z_drift)
-    after = _learn(c, knobs, state, kl_step, updates, z_death)
+    after = learn(c, knobs, state, kl_step, updates, z_death)
     _clipping(c, knobs, state, kl_step, updates, measured)
     scalars["kl_step"] = kl_step
     scalars["kl_ref"] = 0.5 * (state.kl_ref + after.kl_ref) * math.exp(0.08 * z_reference)
     scalars["entropy"] = state.entropy * math.exp(0.03 * z_entropy)
-    grad_norm = _grad_norm(c, knobs, state) * math.exp(c.grad_noise * z_grad)
-    scalars["grad_norm"] = grad_norm
+    norm = grad_norm(c, knobs, state) * math.exp(c.grad_noise * z_grad)
+    scalars["grad_norm"] = norm
     scalars["loss"] = knobs["kl_coef"] * scalars["kl_ref"] + 0.005 * z_loss
     scalars["learning_rate"] = learning_rate
     scalars["data_age"] = 0.0
     scalars["updates_skipped"] = 0.0
-    measured.per_update["grad_norm"] = [grad_norm] * updates
+    measured.per_update["grad_norm"] = [norm] * updates
     _times(knobs, updates, scalars, measured.times, z_time)
     if knobs["kl_coef"] == 0.0:
         del scalars["kl_ref"]  # no reference model was built
@@ -211,15 +214,16 @@ def drift(
     """Expected `kl_step` [nats/token] of this rollout's updates."""
     batch = knobs["train_batch_size"] * knobs["rollout_n"]
     clip = 0.5 * (knobs["clip_range_low"] + knobs["clip_range_high"])
+    longer = _soft(updates, c.updates_soft) / _soft(4, c.updates_soft)
+    if not state.alive:  # seen to follow the updates, hardly the learning rate
+        return c.dead_drift * math.pow(longer, c.drift_updates) * min(1.0, learning_rate / 1e-3)
     steady = (
         c.drift
-        * (learning_rate / 3e-4) ** c.drift_lr
-        * (_soft(updates, c.updates_soft) / _soft(4, c.updates_soft)) ** c.drift_updates
-        * (batch / 512) ** c.drift_batch
-        * (clip / 0.2) ** c.drift_clip
+        * math.pow(learning_rate / 3e-4, c.drift_lr)
+        * math.pow(longer, c.drift_updates)
+        * math.pow(batch / 512, c.drift_batch)
+        * math.pow(clip / 0.2, c.drift_clip)
     )
-    if not state.alive:
-        return steady * c.dead_drift
     fresh = c.boost * math.exp(-state.steps / c.boost_steps) * min(1.0, 4 / updates)
     return steady * (1.0 + fresh)
 
@@ -228,7 +232,7 @@ def _soft(updates: float, limit: float) -> float:
     return updates / (1.0 + updates / limit)
 
 
-def _learn(
+def learn(
     c: Constants,
     knobs: Mapping[str, float],
     state: State,
@@ -236,15 +240,15 @@ def _learn(
     updates: int,
     z_death: float,
 ) -> State:
-    """The state after this rollout's updates."""
+    """The state after this rollout's updates; `z_death` blurs the edge of death."""
     steps = state.steps + updates
     if not state.alive or kl_step * math.exp(c.death_width * z_death) > c.death:
         return _dead(c, state, steps)
     skill = _skill(c, knobs, state.skill, kl_step)
-    pull = 1.0 / (1.0 + (knobs["kl_coef"] / c.pull) ** c.pull_power)
+    pull = 1.0 / (1.0 + math.pow(knobs["kl_coef"] / c.pull, c.pull_power))
     wanted = pull * (
         c.reference_progress * max(skill - c.start, 0.0)
-        + c.reference_drift * (kl_step / 0.014) ** c.reference_drift_power
+        + c.reference_drift * math.pow(kl_step / 0.014, c.reference_drift_power)
     )
     calm = c.entropy_start - c.entropy_progress * max(skill - c.start, 0.0)
     calm -= c.entropy_drift * math.log1p(kl_step / 0.001)
@@ -258,14 +262,14 @@ def _learn(
 
 def _skill(c: Constants, knobs: Mapping[str, float], skill: float, kl_step: float) -> float:
     ratio = kl_step / c.best_drift
-    speed = c.speed * ratio**c.rise * (c.rise + c.fall)
-    speed /= c.fall + c.rise * ratio ** (c.rise + c.fall)  # so that the maximum is at ratio = 1
+    speed = c.speed * math.pow(ratio, c.rise) * (c.rise + c.fall)
+    speed /= c.fall + c.rise * math.pow(ratio, c.rise + c.fall)  # its maximum is at ratio = 1
     batch = knobs["train_batch_size"] * knobs["rollout_n"]
-    speed *= (batch / 512) ** c.signal
+    speed *= math.pow(batch / 512, c.signal) * math.pow(knobs["ppo_epochs"], c.reuse)
     top = c.ceiling - c.ceiling_drift * max(math.log(max(ratio, 1e-9)), 0.0)
-    top = c.start + (top - c.start) / (1.0 + (knobs["kl_coef"] / c.hold) ** c.hold_power)
+    top = c.start + (top - c.start) / (1.0 + math.pow(knobs["kl_coef"] / c.hold, c.hold_power))
     gap = top - skill
-    gain = speed * skill**c.early * math.copysign(abs(gap) ** c.late, gap)
+    gain = speed * math.pow(skill, c.early) * math.copysign(math.pow(abs(gap), c.late), gap)
     return min(max(skill + gain, 0.001), 0.999)
 
 
@@ -280,11 +284,13 @@ def _dead(c: Constants, state: State, steps: float) -> State:
     )
 
 
-def _grad_norm(c: Constants, knobs: Mapping[str, float], state: State) -> float:
+def grad_norm(c: Constants, knobs: Mapping[str, float], state: State) -> float:
+    """Median gradient norm before clipping."""
     if not state.alive:
         return 0.005
     samples = knobs["ppo_mini_batch_size"] * knobs["rollout_n"]
-    return c.grad * (128 / samples) ** c.grad_batch
+    epochs = math.pow(knobs["ppo_epochs"], c.grad_epochs)
+    return c.grad * math.pow(128 / samples, c.grad_batch) * epochs
 
 
 # ---------------------------------------------------------------------------- the measurements
@@ -295,7 +301,8 @@ def outside_share(c: Constants, kl: float, clip_range: float) -> float:
     if kl <= 0.0:
         return 0.0
     x = math.sqrt(2.0 * kl) / clip_range  # the range in standard deviations of log r, inverted
-    return min(c.tail * x**c.tail_power * math.exp(-((c.tail_onset / x) ** 2)), 0.9)
+    onset = c.tail_onset / x
+    return min(c.tail * math.pow(x, c.tail_power) * math.exp(-onset * onset), 0.9)
 
 
 @functools.lru_cache(maxsize=64)
@@ -330,7 +337,7 @@ def _clipping(
         ratio_high=high,
         kl_step=drifts,
     )
-    tokens = (measured.scalars["response_length_mean"] or 0.0) * (
+    tokens = measured.scalars["response_length_mean"] * (
         knobs["train_batch_size"] * knobs["rollout_n"] * knobs["ppo_epochs"]
     )
     measured.histograms["policy_ratio"] = _histogram(
@@ -371,7 +378,7 @@ def _lengths(
     state: State,
     factor: float,
     z: float,
-    scalars: dict[str, float | None],
+    scalars: dict[str, float],
 ) -> float:
     """Log-normal response lengths cut at the cap; the share of responses that were not cut."""
     cap, sigma = knobs["max_response_length"], c.length_sigma
@@ -398,7 +405,7 @@ def _rewards(
     kept: float,
     z_mean: float,
     z_zero: float,
-    scalars: dict[str, float | None],
+    scalars: dict[str, float],
 ) -> None:
     """0/1 rewards of P prompts x G samples whose success probabilities are Beta-distributed."""
     prompts, group = knobs["train_batch_size"], int(knobs["rollout_n"])
@@ -428,7 +435,7 @@ def flat_group_share(p: float, group: int, concentration: float) -> float:
 def _times(
     knobs: Mapping[str, float],
     updates: int,
-    scalars: dict[str, float | None],
+    scalars: dict[str, float],
     times: dict[str, float],
     z: float,
 ) -> None:
@@ -441,5 +448,5 @@ def _times(
     times["update"] = 0.25 * size * knobs["ppo_epochs"] + 0.012 * updates
     times["kl_step_forward"] = 0.015
     times["total"] = total = sum(times.values())
-    tokens = samples * (8.0 + (scalars["response_length_mean"] or 0.0))  # prompt + response
+    tokens = samples * (8.0 + scalars["response_length_mean"])  # prompt + response
     scalars["tokens_per_second"] = tokens / total
