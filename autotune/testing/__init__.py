@@ -11,5 +11,6 @@ Importing this package loads numpy and nothing heavier.
 from autotune.testing.fake import FakeTrainer
 from autotune.testing.faults import Fault
 from autotune.testing.plant import HEALTHY, Constants
+from autotune.trainer.records import RolloutRecord
 
-__all__ = ["HEALTHY", "Constants", "FakeTrainer", "Fault"]
+__all__ = ["HEALTHY", "Constants", "FakeTrainer", "Fault", "RolloutRecord"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.metrics import Snapshot, Validity
-from autotune.testing import FakeTrainer
+from autotune.testing import FakeTrainer, RolloutRecord
 from autotune.testing.faults import (
     Collapse,
     DeadKnob,
@@ -26,7 +26,6 @@ from autotune.testing.faults import (
     outlier,
     percent,
 )
-from autotune.trainer.records import RolloutRecord
 
 LR = "actor_learning_rate"
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from autotune.errors import CheckpointError, InputError
-from autotune.testing import HEALTHY, Constants, FakeTrainer
+from autotune.testing import HEALTHY, Constants, FakeTrainer, RolloutRecord
 from autotune.testing.plant import flat_group_share, outside_share
-from autotune.trainer.records import RolloutRecord
 
 SCAN = Path(__file__).parents[2] / "experiments" / "plant" / "scan.csv"
 SEEDS = range(5)
