@@ -80,6 +80,14 @@ def test_the_spread_is_the_mad_where_that_is_wider_than_the_noise() -> None:
     assert kind(ask(X2, run(23, reward_mean=[*wide, 0.0, 0.0]))) == "quiet"
 
 
+@pytest.mark.xfail(
+    strict=True, reason="a climbing reward is its own spread: a dead model is not below the median - 4 MAD"
+)
+def test_a_crash_to_zero_in_the_middle_of_a_climb_is_a_collapse() -> None:
+    climb = [0.18 + 0.014 * k for k in range(20)]
+    assert kind(ask(X2, run(22, reward_mean=[*climb, 0.0, 0.0]))) == "collapse"
+
+
 def test_the_crash_does_not_inflate_its_own_baseline() -> None:
     """With the crash rows inside, three rewards of 0.5 and two of 0 would have a MAD of 0.5."""
     assert kind(ask(X2, run(5, reward_mean=[0.5, 0.5, 0.5, 0.0, 0.0]))) == "collapse"
