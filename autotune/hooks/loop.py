@@ -120,11 +120,12 @@ class ControlLoop:
         applied = self.adapter.apply(decision.values, decision.epoch)
         if self.adapter.agree(vector_digest(self.adapter.knobs())):
             return applied
-        self.adapter.apply({item.knob: before[item.knob] for item in applied}, decision.epoch)
+        known = [item for item in applied if item.knob in before]
+        self.adapter.apply({item.knob: before[item.knob] for item in known}, decision.epoch)
         after = self.adapter.knobs()
         error = "ranks read back different vectors; the previous one was put back on all of them"
         return [
-            dataclasses.replace(item, read_back=after[item.knob], error=error) for item in applied
+            dataclasses.replace(item, read_back=after[item.knob], error=error) for item in known
         ]
 
     def _show(self, line: dict[str, Any]) -> None:
