@@ -163,7 +163,9 @@ def _mismatch(applied: Line) -> bool:
 
 def _verdicts(decision: Line, rollout: int) -> Iterator[Event]:
     for verdict in decision.get("verdicts", ()):
-        back = next((c for c in decision.get("changes", ()) if _takes_back(verdict, c)), {})
+        back: Line = next(
+            (c for c in decision.get("changes", ()) if _takes_back(verdict, c)), {}
+        )
         yield Event(
             rollout, What.VERDICT, verdict["reason"], verdict["rule"], verdict["knob"],
             back.get("before"), back.get("after"), outcome=verdict["outcome"],
