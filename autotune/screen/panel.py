@@ -84,6 +84,11 @@ class Size:
         return self.width >= 100
 
     @property
+    def spark(self) -> int:
+        """Cells of a sensor's sparkline: what names, values, remarks and the knobs leave."""
+        return min(max(self.inner - 76, 8), 40)
+
+    @property
     def decisions(self) -> int:
         """Lines of decisions; one line stays free so that the panel never scrolls."""
         return min(max(self.height - _FIXED_LINES - _BODY_LINES - self.curve - 1, 3), 10)
@@ -132,7 +137,7 @@ def _progress(run: Run, story: Story, clock: Clock, size: Size) -> Table:
     left = "-" if clock.left is None else marks.duration(clock.left)
     grid = Table.grid(padding=(0, 2), expand=True)
     for column in ({}, {"ratio": 1}, {"justify": "right"}, {}, {}):
-        grid.add_column(no_wrap=True, **column)  # type: ignore[arg-type]
+        grid.add_column(no_wrap=True, **column)
     bar = ProgressBar(run.rollouts, done, complete_style=ACCENT, finished_style=GOOD)
     grid.add_row(
         f"[bold]{done}[/][{DIM}]/{run.rollouts} rollouts[/]",
@@ -215,7 +220,7 @@ def _sensor(story: Story, name: str, size: Size) -> tuple[Text, Text]:
 
 
 def _spark(values: Sequence[float | None], style: str, size: Size) -> Text:
-    recent = marks.tail(values, 20 if size.wide else 8)
+    recent = marks.tail(values, size.spark)
     return marks.spark(recent, style, ascii_only=size.ascii_only)[0]
 
 
@@ -300,7 +305,7 @@ def _decisions(story: Story, size: Size) -> RenderableType:
     events = [e for e in story.events() if e.what is not What.VETO][-size.decisions :]
     grid = Table.grid(padding=(0, 1), expand=True)
     for column in ({"justify": "right"}, {}, {}, {}, {"ratio": 1}):
-        grid.add_column(no_wrap=True, overflow="ellipsis", **column)  # type: ignore[arg-type]
+        grid.add_column(no_wrap=True, overflow="ellipsis", **column)
     for event in reversed(events):
         grid.add_row(*decision_cells(event))
     for _ in range(size.decisions - len(events)):
@@ -334,8 +339,8 @@ def _state(run: Run, story: Story, size: Size) -> Text:
     made = tally[What.WOULD] if run.mode == "shadow" else tally[What.CHANGE]
     parts = [
         (f"{made} {'would-be ' if run.mode == 'shadow' else ''}changes", ""),
-        (f"{tally['kept']} kept", GOOD),
-        (f"{tally['reverted']} reverted", WARN),
+        (f"{tally['kept']} kept", GOOD if tally["kept"] else DIM),
+        (f"{tally['reverted']} reverted", WARN if tally["reverted"] else DIM),
         (f"{tally[What.VETO]} vetoed", DIM),
         (f"{tally[What.RESTORE]} restores", "magenta" if tally[What.RESTORE] else DIM),
     ]

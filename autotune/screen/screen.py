@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -109,7 +110,7 @@ class RunScreen:
         taken: list[Line] = []
         while self._inbox:
             arrived, line = self._inbox.popleft()
-            if self._safely(lambda line=line: self.story.add(line)):
+            if self._safely(partial(self.story.add, line)):
                 taken.append(line)
                 if line.get("type") == "rollout":
                     self._arrived = arrived

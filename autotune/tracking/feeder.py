@@ -135,9 +135,12 @@ class Feeder:
         upto, points, receipt = self._sent, list[Point](), self.receipt
         while upto < len(self._told) and len(points) < METRICS_PER_CALL // 2:
             told, upto = self._told[upto], upto + 1
-            if told.rollout > getattr(receipt, told.kind):
+            if told.kind == "rollout" and told.rollout > receipt.rollout:
+                receipt = dataclasses.replace(receipt, rollout=told.rollout)
                 points += told.points
-                receipt = dataclasses.replace(receipt, **{told.kind: told.rollout})
+            elif told.kind == "eval" and told.rollout > receipt.eval:
+                receipt = dataclasses.replace(receipt, eval=told.rollout)
+                points += told.points
         if points:
             store.log_points(points)
             lines = max(receipt.lines, self._told[upto - 1].line)

@@ -7,6 +7,8 @@ first time. Step = rollout everywhere.
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +68,7 @@ def tags_of(recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[s
     """What a person filters runs by."""
     control = recipe.get("control") or {}
     tags = {
+        "mlflow.user": _user(),
         "mlflow.runName": f"{recipe.get('name', 'run')}-{recipe.get('seed', 0)}",
         "mlflow.source.name": "autotune run",
         "mlflow.source.type": "LOCAL",
@@ -78,18 +81,29 @@ def tags_of(recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[s
     return {name: str(value) for name, value in tags.items() if value not in (None, "")}
 
 
-COLUMNS = ("rollout", "what", "rule", "knob", "before", "after", "outcome", "guard", "reason")
+def _user() -> str:
+    with contextlib.suppress(Exception):  # no name behind this user id, as in some containers
+        return getpass.getuser()
+    return ""
+
+
+COLUMNS = ("rollout", "what", "rule", "knob", "before", "after", "reason", "guard")
 
 
 def decision_table(story: Story) -> dict[str, Any]:
     """Every change, veto, verdict, restore, alarm and command in MLflow's table format."""
-    rows = [[_cell(event, column) for column in COLUMNS] for event in story.events()]
-    return {"columns": list(COLUMNS), "data": rows}
+    return {"columns": list(COLUMNS), "data": [_cells(event) for event in story.events()]}
 
 
-def _cell(event: Event, column: str) -> Any:
-    value = getattr(event, column)
-    return str(value) if isinstance(value, What) else value
+def _cells(event: Event) -> list[Any]:
+    what = event.outcome or str(event.what)
+    before, after = _short(event.before), _short(event.after)
+    return [event.rollout, what, event.rule, event.knob, before, after, event.reason, event.guard]
+
+
+def _short(value: float | None) -> float | None:
+    """Six significant digits, for reading; the journal beside the table has all of them."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def note(story: Story) -> str:

@@ -122,7 +122,8 @@ class Store:
         place = None
         if self.uri.startswith("sqlite:"):
             place = (self._folder.parent / "mlflow-artifacts" / name).as_uri()
-        return str(self._client.create_experiment(name, artifact_location=place))
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # pages for training, not for prompts
+        return str(self._client.create_experiment(name, artifact_location=place, tags=kind))
 
     def log_params(self, params: dict[str, str]) -> None:
         """Params are written once; the ones that the run already has are left as they are."""

@@ -108,7 +108,9 @@ def test_decision_table_is_one_that_mlflow_reads(folder: Path, monkeypatch: pyte
     table = client(folder).load_table(run.info.experiment_id, "decisions.json", [run.info.run_id])
     assert len(table) == 1
     row = table.iloc[0]
-    assert (row["rollout"], row["rule"], row["after"]) == (2, "X1", pytest.approx(1.2e-4))
+    assert (row["rollout"], row["what"], row["rule"]) == (2, "change", "X1")
+    assert row["after"] == pytest.approx(1.2e-4)
+    assert row["reason"] == "X1 had its reason"
 
 
 def test_resumed_run_continues_its_mlflow_run(folder: Path) -> None:
