@@ -1,8 +1,8 @@
 """The observer of a running trainer's journal lines.
 
 On a terminal `on_line` only puts the line into an inbox (a few microseconds); folding and drawing
-happen in rich's refresh thread, and a frame is drawn anew only when a line arrived or the clock
-moved on. Without a terminal, or in CI, the lines are printed plainly as they come.
+happen in rich's refresh thread, once a second. Without a terminal, or in CI, the lines are printed
+plainly as they come.
 
 A screen must never harm the run: whatever goes wrong in here is counted in `failures`, and the
 run goes on without that frame.
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from autotune.decisions import RunFacts
     from autotune.recipe.schema import Recipe
 
-FRAMES_PER_SECOND = 2
+FRAMES_PER_SECOND = 1
+"""A frame costs some 10 ms of the interpreter, taken from the trainer whenever it needs that too."""
 _RECENT = 10
 """Rollouts whose pace gives the estimate of the time left."""
 
