@@ -116,6 +116,7 @@ class Controller:
         self.history = History()
         self.ledger = Ledger()
         self._pending: Decision | None = None
+        self._since_before = 0
 
     @property
     def epoch(self) -> int:
@@ -183,6 +184,7 @@ class Controller:
             epoch=snapshot.epoch,
             since_restore=self.ledger.since_restore,
             engagements=self.ledger.engagements,
+            anchors=self.ledger.anchors,
             last_moves=self.ledger.last_moves,
             emergencies=self.ledger.emergencies,
         )
@@ -272,12 +274,13 @@ class Controller:
     def _rest_engagements(self, ctx: Context) -> list[Verdict]:
         verdicts = []
         for policy in self.policies:
+            if policy.healthy(ctx):
+                self.ledger.anchors[policy.id] = ctx.knob(policy.moves[0])
             engagement = self.ledger.engagements.get(policy.id)
             if engagement is not None and policy.resting(ctx):
                 knob = policy.moves[0]
                 verdicts.append(judge_engagement(policy.id, knob, engagement, ctx))
                 del self.ledger.engagements[policy.id]
-                self.ledger.anchors[policy.id] = ctx.knob(knob)
         return verdicts
 
     def _revert(self, ctx: Context, probation: Probation, verdict: Verdict) -> Change:
@@ -440,6 +443,7 @@ class Controller:
         ledger.epoch += 1
         if call.restore == "checkpoint":
             ledger.emergencies += 1
+            self._since_before = ledger.since_restore
             ledger.since_restore = ctx.rollout + 1
         if change is not None:
             move = Move(ctx.rollout, change.knob, -1, str(Kind.EMERGENCY))
@@ -449,8 +453,14 @@ class Controller:
     # ---- after the fact ----------------------------------------------------------------------
 
     def confirm(self, applied: Sequence[Applied], restored: int | None) -> None:
-        """What the trainer will really use next; a knob that did not obey is left alone from now on."""
-        del restored  # the rollout index never rewinds; the trainer's state did
+        """What the trainer will really use next.
+
+        A knob that did not obey is left alone from now on. When a checkpoint that was asked for did
+        not come back (`restored` is None) the old rewards stay the baseline: the model is the same.
+        """
+        asked = self._pending.restore if self._pending else None
+        if asked is not None and asked.kind == "checkpoint" and restored is None:
+            self.ledger.since_restore = self._since_before
         for item in applied:
             self.ledger.expected[item.knob] = item.read_back
             if not item.ok:

@@ -138,7 +138,7 @@ def sign(value: float) -> int:
 def bounded(proposal: Proposal, ctx: Context, anchor: float | None = None) -> float:
     """The proposed value within the knob's bounds and, for batches, on the lattice.
 
-    `anchor` is where a regulator last came to rest: a healthy run's learning rate stays within
+    `anchor` is where the run was last seen healthy: from then on its learning rate stays within
     [0.1, 2] x that value instead of the wide rescue range.
     """
     spec = KNOBS[expand(proposal.knob)[0]]

@@ -50,7 +50,7 @@ class Ledger:
     probation: Probation | None = None
     engagements: dict[str, Engagement] = field(default_factory=dict)
     anchors: dict[str, float] = field(default_factory=dict)
-    """Regulator -> knob value where it last came to rest."""
+    """Regulator -> knob value at which the run was last seen healthy."""
     last_moves: dict[str, int] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     cooldown_until: int = 0

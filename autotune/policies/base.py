@@ -131,6 +131,8 @@ class Context:
     since_restore: int = 0
     """First rollout after the last checkpoint restore; older rewards are another model's."""
     engagements: Mapping[str, Engagement] = field(default_factory=dict)
+    anchors: Mapping[str, float] = field(default_factory=dict)
+    """Regulator -> value of its knob at which the run was last seen healthy."""
     last_moves: Mapping[str, int] = field(default_factory=dict)
     """Rule -> rollout of its last granted change."""
     emergencies: int = 0
@@ -274,6 +276,11 @@ class Policy:
 
     def resting(self, ctx: Context) -> bool:
         """For a regulator that has moved: whether what it watches is back in its band."""
+        del ctx
+        return False
+
+    def healthy(self, ctx: Context) -> bool:
+        """For a regulator: whether the run is proven healthy at the present value of its knob."""
         del ctx
         return False
 

@@ -5,7 +5,9 @@ X1 is a regulator on `kl_step`, the drift from the sampling weights after the la
 
     lr *= sqrt(target / median kl_step),   within [1/slew, slew] a move
 
-It engages when the drift leaves [low, high] x target and rests when it is back within `rest` of the target.
+It engages when the drift leaves [low, high] x target and rests when it is back within `rest` of the
+target. Once the run was seen healthy (drift in band, reward rising) only a drift below `low_healthy` x target
+engages it upward: a converging run drifts less by itself and needs no larger steps.
 Samples made under other learning rates or update counts are not mixed in. A single window rarely has
 to be full: two samples are enough when even the mildest of them asks for the largest step.
 
@@ -49,12 +51,14 @@ class StepKlTrustRegion(Policy):
     needs: ClassVar[tuple[str, ...]] = ("kl_step", "reward_mean")
     moves: ClassVar[tuple[str, ...]] = ("actor_learning_rate",)
 
-    target: float = 0.01
+    target: float = 0.015
     """Nats/token of drift per rollout."""
-    low: float = 0.5
+    low: float = 0.6
     high: float = 3.0
     """Engages outside [low, high] x target."""
-    rest: float = 1.5
+    low_healthy: float = 0.2
+    """Takes the place of `low` once the run was seen healthy."""
+    rest: float = 1.3
     """Rests within [1/rest, rest] x target."""
     slew: float = 4.0
     """Largest factor of one move."""
@@ -90,7 +94,8 @@ class StepKlTrustRegion(Policy):
         ratio = level / self.target
         if self.id in ctx.engagements:
             return not 1 / self.rest <= ratio <= self.rest
-        return not self.low <= ratio <= self.high
+        low = self.low_healthy if self.id in ctx.anchors else self.low
+        return not low <= ratio <= self.high
 
     def _enough(self, ctx: Context, drift: Sequence[float]) -> bool:
         """Enough samples for a move of this size."""
@@ -119,6 +124,12 @@ class StepKlTrustRegion(Policy):
         drift = self._drift(ctx)
         full = len(drift) >= max(self.samples, ctx.pace.window)
         return full and not self._wanted(ctx, median(drift))
+
+    def healthy(self, ctx: Context) -> bool:
+        drift = self._drift(ctx)
+        if len(drift) < self.samples or not ctx.reward.rising_well:
+            return False
+        return self.low <= median(drift) / self.target <= self.high
 
 
 def _values(samples: Sequence[Sample]) -> list[float]:
