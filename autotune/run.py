@@ -177,7 +177,9 @@ def _terminating() -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by `nohup … &`
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # held back while a checkpoint is written
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -195,6 +197,7 @@ class _Session:
     resume: bool
     on_phase: OnPhase | None
     console: Console
+    adapter: NativeAdapter | None = None
     controller: Controller | None = None
     observers: list[Observer] = field(default_factory=list)
 
@@ -202,8 +205,9 @@ class _Session:
         """Open the books, train, close the books."""
         journal, trainer = self._open()
         with contextlib.closing(journal), contextlib.closing(trainer):
-            adapter = NativeAdapter(trainer)
-            self.controller = self._controller(adapter, trainer)
+            self.adapter = adapter = NativeAdapter(trainer)
+            self.controller = self._controller(adapter)
+            self._restore(trainer.restored_state or {})
             self._first_lines(trainer, adapter)
             feeder = self._feeder()
             loop = ControlLoop(adapter, self.controller, journal, (self._show,))
@@ -262,16 +266,17 @@ class _Session:
         checkpoints = (self.folder / "checkpoints").glob("rollout-*")
         return any(checkpoints) or any(line["type"] == "rollout" for line in lines)
 
-    def _controller(self, adapter: NativeAdapter, trainer: Trainer) -> Controller | None:
+    def _controller(self, adapter: NativeAdapter) -> Controller | None:
         if self.recipe.control.mode == "off":
             return None
-        controller = Controller(
-            ControlSettings(**self.recipe.control.model_dump()), adapter.facts()
-        )
-        state = (trainer.restored_state or {}).get("controller")
-        if state is not None:
-            controller.load_state_dict(state)
-        return controller
+        return Controller(ControlSettings(**self.recipe.control.model_dump()), adapter.facts())
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what a checkpoint keeps for the parts that are not the trainer."""
+        if self.adapter and "adapter" in state:
+            self.adapter.load_state_dict(state["adapter"])
+        if self.controller and "controller" in state:
+            self.controller.load_state_dict(state["controller"])
 
     def _first_lines(self, trainer: Trainer, adapter: NativeAdapter) -> None:
         before = inspect_journal(self.folder / JOURNAL).lines
@@ -331,7 +336,8 @@ class _Session:
         return status, error
 
     def _end(self, status: str, error: BaseException | None, loop: ControlLoop) -> dict[str, Any]:
-        reason = "" if error is None else str(error) or type(error).__name__
+        quiet = error is None or isinstance(error, KeyboardInterrupt)
+        reason = "" if quiet else str(error) or type(error).__name__
         payload: dict[str, Any] = {"status": status, "reason": reason, "at": _now()}
         payload["times"] = {"hook": sum(loop.hook_seconds)}
         if loop.observer_failures:
@@ -360,7 +366,8 @@ class _Session:
             self.on_phase(phase, rollout)
 
     def _extra_state(self) -> dict[str, Any]:
-        return {"controller": self.controller.state_dict()} if self.controller else {}
+        parts = {"adapter": self.adapter, "controller": self.controller}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     # -- closing -----------------------------------------------------------------------------------
 

