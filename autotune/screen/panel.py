@@ -86,7 +86,7 @@ class Size:
     @property
     def spark(self) -> int:
         """Cells of a sensor's sparkline: what names, values, remarks and the knobs leave."""
-        return min(max(self.inner - 76, 8), 40)
+        return min(max(self.inner - 80, 8), 40)
 
     @property
     def decisions(self) -> int:
@@ -220,8 +220,11 @@ def _sensor(story: Story, name: str, size: Size) -> tuple[Text, Text]:
 
 
 def _spark(values: Sequence[float | None], style: str, size: Size) -> Text:
+    """The newest readings; padded, so that what stands behind does not move as they come in."""
     recent = marks.tail(values, size.spark)
-    return marks.spark(recent, style, ascii_only=size.ascii_only)[0]
+    line = marks.spark(recent, style, ascii_only=size.ascii_only)[0]
+    line.pad_right(size.spark - len(line))
+    return line
 
 
 def _absent(state: str) -> tuple[Text, Text]:
@@ -244,7 +247,9 @@ def _value(name: str, value: float) -> Text:
 
 def _remark(story: Story, name: str, value: float, size: Size) -> Text:
     if name == "kl_ref":
-        return marks.gauge(value, 17 if size.wide else 11, ascii_only=size.ascii_only)
+        track = marks.gauge(value, 11, ascii_only=size.ascii_only)
+        band = f" {marks.KL_BAND[0]}-{marks.KL_BAND[1]}" if size.wide else ""
+        return Text.assemble(track, (band, DIM))
     if name == "reward_mean":
         first = next((v for v in story.series(name) if v is not None), value)
         return Text(f"{value - first:+.3f}", GOOD if value >= first else WARN)
