@@ -28,7 +28,7 @@ from tests.series import (
 
 MINI = "ppo_mini_batch_size"
 RATE = "actor_learning_rate"
-A1, A3, A4 = UpdatesInGoldenRange(), ClipTooLow(), ClipTooHigh()
+A1, A3, A4 = UpdatesInGoldenRange(target=0.01), ClipTooLow(target=0.01), ClipTooHigh()
 
 
 def batch(mini: int, epochs: int = 1, train: int = 64) -> dict[str, float]:
@@ -172,6 +172,7 @@ def test_a3_waits_for_the_whole_trend_window(seen: int) -> None:
         (batch(32), (MINI, 16)),  # U = 2 -> 4
         (batch(16), (MINI, 8)),  # U = 4 -> 8
         (batch(8), None),  # U = 8: stays inside A1
+        (batch(2, train=4), (MINI, 1)),  # the lowest notch, U = 2 -> 4
         (batch(1, epochs=1, train=4), ("ppo_epochs", 2)),  # the lattice ends: epochs, U = 4 -> 8
         (batch(1, epochs=2, train=3), None),  # U = 6 -> 9
         (batch(1, epochs=2, train=4), None),  # U = 8
@@ -250,6 +251,10 @@ def test_a4_waits_for_a_full_window() -> None:
 def test_a4_hears_a_sudden_explosion_of_kl(metric: str, tail: list[float], speaks: bool) -> None:
     series: dict[str, Series] = {metric: [0.01] * 6 + tail}
     assert wants(ask(A4, run(TREND, **series))) == ((MINI, 32) if speaks else None)
+
+
+def test_a4_calls_a_hundredfold_of_next_to_nothing_no_explosion() -> None:
+    assert ask(A4, run(TREND, kl_step=[5e-5] * 6 + [0.01, 0.01])) is None
 
 
 @pytest.mark.parametrize(("seen", "speaks"), [(WINDOW + 1, False), (WINDOW + 2, True)])

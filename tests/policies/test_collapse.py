@@ -167,6 +167,12 @@ def test_length_counts_together_with_a_falling_reward(
     assert kind(ask(X2, snapshots)) == expected
 
 
+def test_a_length_has_a_baseline_after_three_rollouts() -> None:
+    lengths = [100.0, 100.0, 100.0, 300.0, 300.0]
+    assert kind(ask(X2, run(5, response_length_mean=lengths))) == "alarm"
+    assert kind(ask(X2, run(4, response_length_mean=lengths[1:]))) == "quiet"
+
+
 # -------------------------------------------------------------------------------------- rescue
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autotune.decisions import Kind, Proposal
 from autotune.policies.base import Engagement
+from autotune.policies.batch import UpdatesInGoldenRange
 from autotune.policies.learning_rate import SawTooth, StepKlTrustRegion
 from tests.series import (
     FALLING,
@@ -30,7 +31,9 @@ from tests.series import (
 )
 
 RATE, START = "actor_learning_rate", 3e-4
-X1, B5A = StepKlTrustRegion(), SawTooth()
+X1 = StepKlTrustRegion(target=0.01, low=0.5, high=3.0, low_healthy=0.2, rest=1.5, slew=4.0, samples=3)
+"""Parameters of the test's own, so that the tables stay true when the defaults are tuned."""
+B5A = SawTooth()
 ENGAGED = {"X1": Engagement(0, START, 0.5)}
 
 
@@ -79,6 +82,35 @@ def test_x1_once_engaged_steers_until_it_is_close(kl_step: float, moves: bool, r
     assert (ask(X1, snapshots, engagements=ENGAGED) is not None) == moves
     assert X1.resting(context(snapshots, engagements=ENGAGED)) == rests
     assert ask(X1, snapshots) is None, "it would not have engaged on this"
+
+
+@pytest.mark.parametrize(
+    ("kl_step", "moves"), [(0.0049, False), (0.0020, False), (0.0019, True), (0.0301, True)]
+)
+def test_x1_lets_a_run_that_was_healthy_converge(kl_step: float, moves: bool) -> None:
+    answer = ask(X1, run(WINDOW, kl_step=kl_step), anchors={"X1": START})
+    assert (answer is not None) == moves
+
+
+@pytest.mark.parametrize(
+    ("kl_step", "reward", "healthy"),
+    [
+        (0.01, RISING, True),
+        (0.005, RISING, True),
+        (0.0049, RISING, False),
+        (0.0301, RISING, False),
+        (0.01, FLAT, False),
+        (0.01, UNCLEAR, False),
+    ],
+)
+def test_healthy_is_a_drift_in_band_under_a_rising_reward(
+    kl_step: float, reward: list[float], healthy: bool
+) -> None:
+    assert X1.healthy(context(run(TREND, kl_step=kl_step, reward_mean=reward))) == healthy
+
+
+def test_the_rules_that_share_a_target_share_its_value() -> None:
+    assert StepKlTrustRegion().target == UpdatesInGoldenRange().target
 
 
 def test_x1_does_not_rest_before_a_full_window() -> None:
