@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 import autotune
@@ -207,10 +208,22 @@ def print_error(console: Console, error: AutotuneError) -> None:
     console.print(
         Text(f"✗ {count} problem{'s' if count > 1 else ''}, nothing was started", "bold red")
     )
-    for problem in error.problems:
-        place = problem.where or "command line"
-        name = Text(f"{problem.path}: " if problem.path else "", "bold")
-        console.print(Text.assemble((f"  {place}: ", "cyan"), name, problem.message))
+    rows = [_problem(problem) for problem in error.problems]
+    if console.is_terminal and max(len(place) for place, _ in rows) <= console.width // 3:
+        table = Table.grid(padding=(0, 1))  # messages wrap beside their places
+        table.add_column(no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for place, message in rows:
+            console.print(Text.assemble(place, " ", message))
+
+
+def _problem(problem: Problem) -> tuple[Text, Text]:
+    place = Text(f"  {problem.where or 'command line'}:", "cyan")
+    name = Text(f"{problem.path}: " if problem.path else "", "bold")
+    return place, Text.assemble(name, problem.message)
 
 
 def _console() -> Console:

@@ -292,8 +292,6 @@ class _Session:
         self.journal.sync()
 
     def _resumed_lines(self, trainer: Trainer, before: list[Line]) -> None:
-        for line in before:
-            self._show(line)
         payload: dict[str, Any] = {"from": trainer.rollout, "at": _now()}
         if self.journal.recovered:
             payload["recovered"] = self.journal.recovered
@@ -309,7 +307,7 @@ class _Session:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(Exception):
                 screen = stack.enter_context(RunScreen(self.recipe, adapter.facts(), self.console))
-                for line in inspect_journal(self.folder / JOURNAL).lines:
+                for line in self._told(screen.live):
                     screen.on_line(line)
                 self.observers.append(screen.on_line)
             yield
@@ -318,6 +316,12 @@ class _Session:
         with contextlib.suppress(Exception):
             return start_feeder(self.folder, self.recipe)
         return None
+
+    def _told(self, all_of_it: bool) -> list[Line]:
+        """What a screen must know at its start; plain output has shown the rest before."""
+        lines = inspect_journal(self.folder / JOURNAL).lines
+        resumed = [i for i, line in enumerate(lines) if line["type"] == "resumed"]
+        return lines if all_of_it or not resumed else [lines[0], *lines[resumed[-1] :]]
 
     # -- while it runs -----------------------------------------------------------------------------
 

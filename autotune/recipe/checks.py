@@ -199,8 +199,8 @@ def _policies(recipe: Recipe) -> Found:
         key: Key = ("control", "policies", rule)
         if rule not in POLICIES:
             near = explain.nearest(rule, POLICIES)
-            hint = f"did you mean {near}? " if near else ""
-            yield key, f"unknown rule {rule!r}; {hint}rules: {', '.join(POLICIES)}"
+            hint = f"did you mean {near}?" if near else f"rules: {', '.join(POLICIES)}"
+            yield key, f"unknown rule {rule!r}; {hint}"
         elif isinstance(setting, dict):
             yield from _parameters(key, POLICIES[rule], setting)
 
