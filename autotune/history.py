@@ -7,9 +7,8 @@ the very same values of some knobs (`under`).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.metrics import Snapshot, Validity
@@ -50,7 +49,9 @@ class History:
     """The last `DEPTH` samples, oldest first, and the first `HEAD` of the run."""
 
     def __init__(self, samples: Iterable[Sample] = (), head: Iterable[Sample] = ()) -> None:
-        self._samples: deque[Sample] = deque(samples, maxlen=DEPTH)
+        self._samples: list[Sample] = []
+        for sample in samples:
+            self._remember(sample)
         self._head = list(head)
 
     def __len__(self) -> int:
@@ -65,9 +66,17 @@ class History:
         return self._head
 
     def add(self, sample: Sample) -> None:
-        self._samples.append(sample)
+        self._remember(sample)
         if len(self._head) < HEAD:
             self._head.append(sample)
+
+    def _remember(self, sample: Sample) -> None:
+        """Append; neighbours with equal knobs share one mapping, so that `samples` compares it once."""
+        before = self.last
+        if before is not None and before.knobs is not sample.knobs and before.knobs == sample.knobs:
+            sample = replace(sample, knobs=before.knobs)
+        self._samples.append(sample)
+        del self._samples[:-DEPTH]
 
     def samples(
         self,
@@ -85,13 +94,19 @@ class History:
             since: first rollout that counts.
             under: knob -> value that the samples must have been made under.
         """
-        found: list[Sample] = []
-        for sample in reversed(self._samples):
-            outside = sample.rollout < since or (epoch is not None and sample.epoch != epoch)
-            if len(found) == n or outside or not _made_under(sample, under):
+        items = self._samples
+        start, first = len(items), max(len(items) - n, 0)
+        same: Mapping[str, float] | None = None
+        while start > first:
+            sample = items[start - 1]
+            if sample.rollout < since or (epoch is not None and sample.epoch != epoch):
                 break
-            found.append(sample)
-        return found[::-1]
+            if under and sample.knobs is not same:
+                same = sample.knobs
+                if not _made_under(sample, under):
+                    break
+            start -= 1
+        return items[start:]
 
     def values(self, metric: str, samples: Sequence[Sample]) -> list[float]:
         """The metric over these samples, skipping those where it was not valid."""
@@ -112,7 +127,5 @@ def _sample(data: Mapping[str, Any]) -> Sample:
     return Sample(data["rollout"], data["epoch"], dict(data["knobs"]), dict(data["values"]))
 
 
-def _made_under(sample: Sample, under: Mapping[str, float] | None) -> bool:
-    if not under:
-        return True
+def _made_under(sample: Sample, under: Mapping[str, float]) -> bool:
     return all(sample.knobs.get(knob) == value for knob, value in under.items())
