@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import signal
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,13 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ.setdefault("AUTOTUNE_CACHE", str(ROOT / "build" / "test-cache"))
+
+# A shell starts background jobs with SIGINT ignored, and so would every process that a test starts.
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "gguf", "autotune.trainer")
 """Modules of the extra `train`, and the package that is made of them."""
