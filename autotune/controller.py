@@ -113,6 +113,7 @@ class Controller:
         self.policies = build_policies(settings.profile, settings.policies)
         scale = settings.scale(facts.rollouts)
         self.pace = pace_for(scale, lr_warmup=facts.lr_warmup, staleness=facts.staleness)
+        self._immovable = {policy.id: self._no_knob(policy) for policy in self.policies}
         self.history = History()
         self.ledger = Ledger()
         self._pending: Decision | None = None
@@ -140,8 +141,9 @@ class Controller:
         answers, silent = self._ask(ctx)
         emergency = next((a for _, a in answers if isinstance(a, Emergency)), None)
         if emergency is not None:
-            decision = self._emergency(ctx, emergency, alarms)
+            decision = self._emergency(ctx, emergency, silent, alarms)
         else:
+            self.ledger.vetoes = 0
             decision = self._tune(ctx, answers, silent, alarms)
         self._pending = decision
         if not self.acting:
@@ -187,7 +189,15 @@ class Controller:
             anchors=self.ledger.anchors,
             last_moves=self.ledger.last_moves,
             emergencies=self.ledger.emergencies,
+            vetoes=self.ledger.vetoes,
+            pinned=self.pinned | frozenset(self.ledger.contested),
+            literal=self.settings.profile == "literal",
         )
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Real knobs that nobody but a person may move."""
+        return frozenset(real for name in self.settings.pin for real in expand(name))
 
     # ---- sensing -----------------------------------------------------------------------------
 
@@ -201,11 +211,15 @@ class Controller:
         alarms = []
         for knob, expected in self.ledger.expected.items():
             found = snapshot.knobs.get(knob, expected)
+            if snapshot.rollout < self.ledger.effective.get(knob, 0):
+                continue  # sampled before our own change reached it
             if abs(found - expected) > 1e-6 * max(abs(expected), 1e-12):
                 reason = f"{knob} is {found:.4g} though {expected:.4g} was read back: another writer"
                 self.ledger.contested.setdefault(knob, reason)
                 alarms.append(reason)
-        self.ledger.expected = {k: v for k, v in snapshot.knobs.items() if k in KNOBS}
+        seen = {k: v for k, v in snapshot.knobs.items() if k in KNOBS}
+        late = {k for k, first in self.ledger.effective.items() if snapshot.rollout < first}
+        self.ledger.expected.update({k: v for k, v in seen.items() if k not in late})
         return alarms
 
     def _ask(self, ctx: Context) -> tuple[list[tuple[Policy, Answer]], dict[str, str]]:
@@ -218,6 +232,7 @@ class Controller:
             else:
                 answers.append((policy, policy.propose(ctx)))
         news = {rule: why for rule, why in silent.items() if self.ledger.silent.get(rule) != why}
+        news |= {rule: "" for rule in self.ledger.silent if rule not in silent}  # it can speak again
         self.ledger.silent = silent
         return answers, news
 
@@ -237,10 +252,12 @@ class Controller:
             return reason
         if reason := policy.blocked(self.facts, knobs):
             return reason
+        return self._immovable.get(policy.id, "")
+
+    def _no_knob(self, policy: Policy) -> str:
         movable = [all(self.facts.can_move(r) for r in expand(k)) for k in policy.moves]
-        if policy.moves and not any(movable):
-            return f"{' and '.join(policy.moves)} cannot be changed in this run"
-        return ""
+        stuck = policy.moves and not any(movable)
+        return f"{' and '.join(policy.moves)} cannot be changed in this run" if stuck else ""
 
     def _hold_reason(self, ctx: Context, answers: Sequence[tuple[Policy, Answer]]) -> str:
         """Why no tuning happens at this rollout: a faulty metric, or a rule that says so."""
@@ -268,8 +285,11 @@ class Controller:
         verdict = judge(probation, ctx)
         self.ledger.probation = None
         self.ledger.cooldown_until = ctx.rollout + self.pace.cooldown
-        revert = self._revert(ctx, probation, verdict) if verdict.outcome is Outcome.REVERTED else None
-        return [*verdicts, verdict], revert
+        harmed = verdict.outcome is Outcome.REVERTED and not self._is_contested(probation.knob)
+        return [*verdicts, verdict], self._revert(ctx, probation, verdict) if harmed else None
+
+    def _is_contested(self, knob: str) -> bool:
+        return bool(set(expand(knob)) & set(self.ledger.contested))
 
     def _rest_engagements(self, ctx: Context) -> list[Verdict]:
         verdicts = []
@@ -277,7 +297,9 @@ class Controller:
             if policy.healthy(ctx):
                 self.ledger.anchors[policy.id] = ctx.knob(policy.moves[0])
             engagement = self.ledger.engagements.get(policy.id)
-            if engagement is not None and policy.resting(ctx):
+            if engagement is not None and policy.moves[0] in self.ledger.contested:
+                del self.ledger.engagements[policy.id]  # it moves nothing, so there is no merit to judge
+            elif engagement is not None and policy.resting(ctx):
                 knob = policy.moves[0]
                 verdicts.append(judge_engagement(policy.id, knob, engagement, ctx))
                 del self.ledger.engagements[policy.id]
@@ -296,7 +318,7 @@ class Controller:
             before=ctx.knob(probation.knob),
             after=after,
             reason=f"reverted: {verdict.reason}",
-            kind=Kind.INTERVENTION,
+            kind=Kind.REVERT,
             values=probation.before,
             evidence=verdict.statistics,
         )
@@ -310,16 +332,31 @@ class Controller:
         granted: Change | None = None
         vetoes: list[Veto] = []
         for proposal in self._conservative_first(proposals, ctx):
-            veto = self._objection(ctx, proposal, hold, granted)
+            veto = self._objection(ctx, proposal, hold, granted) or self._overruled(proposal, vetoes, ctx)
+            change = None if veto else self._change(ctx, proposal)
+            if veto is None and change is None:
+                veto = self._at_bound(ctx, proposal, alarms)
             if veto is not None:
                 vetoes.append(veto)
-                continue
-            change = self._change(ctx, proposal)
-            if change is None:
-                vetoes.append(self._at_bound(ctx, proposal, alarms))
-                continue
-            granted = change
+            granted = granted or change
+        self._forget_bounds(proposals)
         return granted, vetoes
+
+    @staticmethod
+    def _overruled(proposal: Proposal, vetoes: Sequence[Veto], ctx: Context) -> Veto | None:
+        """A bold move does not slip through because the careful one on its knob has to wait."""
+        now = ctx.knob(proposal.knob)
+        for veto in vetoes:
+            other = veto.proposal
+            opposite = sign(other.value - now) == -sign(proposal.value - now)
+            if set(expand(other.knob)) & set(expand(proposal.knob)) and opposite:
+                return Veto(proposal, "conflict", f"{other.rule} wants {other.knob} the other way")
+        return None
+
+    def _forget_bounds(self, proposals: Sequence[Proposal]) -> None:
+        """Only pushes of rollouts running count."""
+        pushed = {p.knob for p in proposals}
+        self.ledger.at_bound = {k: n for k, n in self.ledger.at_bound.items() if k in pushed}
 
     @staticmethod
     def _conservative_first(proposals: Sequence[Proposal], ctx: Context) -> list[Proposal]:
@@ -373,13 +410,13 @@ class Controller:
         direction = sign(change.after - change.before)
         ledger.moves.append(Move(rollout, change.knob, direction, str(change.kind)))
         ledger.last_moves[change.rule] = rollout
-        ledger.at_bound.pop(change.knob, None)
         if change.kind is Kind.REGULATOR:
             self._engage(ctx, change)
             return
         ledger.epoch += 1
         if not reverting:
             ledger.probation = self._probation(ctx, change)
+            ledger.at_bound.pop(change.knob, None)
 
     def _engage(self, ctx: Context, change: Change) -> None:
         rewards = self.history.values("reward_mean", self.history.samples(self.pace.window))
@@ -403,22 +440,42 @@ class Controller:
 
     # ---- emergencies -------------------------------------------------------------------------
 
-    def _emergency(self, ctx: Context, call: Emergency, alarms: list[str]) -> Decision:
-        """Weights back, learning rate down; probation and engagements end with it."""
+    def _emergency(
+        self, ctx: Context, call: Emergency, silent: dict[str, str], alarms: list[str]
+    ) -> Decision:
+        """Weights back, learning rate down; a bold change on probation goes back with them."""
         stop = self._stop_reason(ctx, call)
-        change = self._rate_cut(ctx, call)
+        changes, verdicts = self._convict(ctx, call)
+        cut = self._rate_cut(ctx, call)
+        if cut is not None and not any(cut.knob in c.values for c in changes):
+            changes.append(cut)
         if self.acting:
-            self._book_emergency(ctx, call, change)
+            self._book_emergency(ctx, call, changes)
         return Decision(
             rollout=ctx.rollout,
             state=State.EMERGENCY,
             epoch=self.ledger.epoch,
-            changes=(change,) if change else (),
+            changes=tuple(changes),
+            verdicts=tuple(verdicts),
             restore=Restore(call.restore, call.before_rollout, call.reason),
             alarms=(f"{call.rule}: {call.reason}", *alarms),
             stop=stop,
+            silent=silent,
             act=self.acting,
         )
+
+    def _convict(self, ctx: Context, call: Emergency) -> tuple[list[Change], list[Verdict]]:
+        """The change under probation: taken back if it was bold, left if it was the careful way."""
+        flying = self.ledger.probation
+        if flying is None:
+            return [], []
+        real = expand(flying.knob)[0]
+        bold = sign(flying.after[real] - flying.before[real]) != KNOBS[real].conservative
+        outcome = Outcome.REVERTED if bold else Outcome.INCONCLUSIVE
+        verdict = Verdict(flying.rule, flying.knob, outcome, f"emergency: {call.reason}", flying.since)
+        if not bold or self._is_contested(flying.knob):
+            return [], [verdict]
+        return [self._revert(ctx, flying, verdict)], [verdict]
 
     def _rate_cut(self, ctx: Context, call: Emergency) -> Change | None:
         knob = "actor_learning_rate"
@@ -430,24 +487,25 @@ class Controller:
 
     def _stop_reason(self, ctx: Context, call: Emergency) -> str:
         if call.stop:
-            return f"{call.reason}: the third collapse; restarting cannot mend this run"
+            return f"{call.reason}: too often; going back cannot mend this run"
         floor = self.facts.knobs["actor_learning_rate"] / 50
         if ctx.knobs["actor_learning_rate"] <= floor * 1.001:
             return f"{call.reason} even at the lowest learning rate {floor:.2g}"
         return ""
 
-    def _book_emergency(self, ctx: Context, call: Emergency, change: Change | None) -> None:
+    def _book_emergency(self, ctx: Context, call: Emergency, changes: Sequence[Change]) -> None:
         ledger = self.ledger
         ledger.probation, ledger.engagements = None, {}
+        ledger.vetoes = ledger.vetoes + 1 if call.restore == "undo" else 0
         ledger.anchors.pop("X1", None)
         ledger.epoch += 1
         if call.restore == "checkpoint":
             ledger.emergencies += 1
             self._since_before = ledger.since_restore
             ledger.since_restore = ctx.rollout + 1
-        if change is not None:
-            move = Move(ctx.rollout, change.knob, -1, str(Kind.EMERGENCY))
-            ledger.moves.append(move)
+        for change in changes:
+            direction = sign(change.after - change.before)
+            ledger.moves.append(Move(ctx.rollout, change.knob, direction, str(change.kind)))
         ledger.last_moves[call.rule] = ctx.rollout
 
     # ---- after the fact ----------------------------------------------------------------------
@@ -463,6 +521,7 @@ class Controller:
             self.ledger.since_restore = self._since_before
         for item in applied:
             self.ledger.expected[item.knob] = item.read_back
+            self.ledger.effective[item.knob] = item.effective_from
             if not item.ok:
                 why = item.error or f"asked for {item.requested:.4g}, reads {item.read_back:.4g}"
                 self.ledger.contested[item.knob] = f"{item.knob} does not obey: {why}"

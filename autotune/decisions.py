@@ -30,6 +30,8 @@ class Kind(StrEnum):
     """A continuous loop under a slew limit, judged once per engagement."""
     EMERGENCY = "emergency"
     """Weights come back and the learning rate falls; never on probation."""
+    REVERT = "revert"
+    """A change that was found harmful is taken back."""
 
 
 class State(StrEnum):

@@ -36,8 +36,12 @@ class Question:
 
 
 def knob_pinned(q: Question) -> str:
-    names = {q.proposal.knob, *expand(q.proposal.knob)}
-    return f"{q.proposal.knob} is pinned in the recipe" if names & set(q.pinned) else ""
+    pinned = {real for name in q.pinned for real in expand(name)}
+    if pinned & set(expand(q.proposal.knob)):
+        return f"{q.proposal.knob} is pinned in the recipe"
+    derived = real_values(q.proposal.knob, bounded(q.proposal, q.ctx), q.ctx)
+    held = [k for k in pinned & set(derived) if derived[k] != q.ctx.knobs[k]]
+    return f"{q.proposal.knob} would move {', '.join(held)}, which is pinned" if held else ""
 
 
 def knob_movable(q: Question) -> str:
@@ -145,12 +149,22 @@ def bounded(proposal: Proposal, ctx: Context, anchor: float | None = None) -> fl
     now = ctx.knob(proposal.knob)
     # A recipe may start outside the table's range; it is then never pushed further out.
     value = min(max(proposal.value, min(spec.low, now)), max(spec.high, now))
+    if proposal.knob == "clip_range":
+        value = now * _clip_factor(value / now, ctx)
     if proposal.knob.endswith("learning_rate"):
         start = ctx.facts.knobs[proposal.knob]
         value = min(max(value, start / RATE_SPAN), start * RATE_SPAN)
         if anchor is not None:
             value = min(max(value, 0.1 * anchor), 2.0 * anchor)
     return _on_lattice(proposal.knob, value, ctx)
+
+
+def _clip_factor(factor: float, ctx: Context) -> float:
+    """The factor on both sides of the clip range that keeps each of them within its bounds."""
+    for real in expand("clip_range"):
+        side, spec = ctx.knobs[real], KNOBS[real]
+        factor = min(max(factor, min(spec.low / side, 1.0)), max(spec.high / side, 1.0))
+    return factor
 
 
 def _on_lattice(knob: str, value: float, ctx: Context) -> float:
@@ -175,11 +189,31 @@ def real_values(knob: str, value: float, ctx: Context) -> dict[str, float]:
     if knob == "rollout_micro_batch_size":
         share = int(ctx.knobs["train_batch_size"]) * int(ctx.knobs["rollout_n"]) // ctx.facts.world_size
         return {knob: value, "num_rollout_batches": share // int(value)}
+    n, ranks = int(ctx.knobs["rollout_n"]), ctx.facts.world_size
+    if knob in ("train_batch_size", "num_rollout_batches"):
+        return _amount_of_data(knob, int(value), ctx)
     if knob != "ppo_mini_batch_size":
         return {knob: value}
-    n, ranks = int(ctx.knobs["rollout_n"]), ctx.facts.world_size
     wanted = int(ctx.facts.knobs["micro_batch_size"])
     return {knob: value, "micro_batch_size": fit_micro_batch(int(value), n, ranks, wanted)}
+
+
+def _amount_of_data(knob: str, value: int, ctx: Context) -> dict[str, float]:
+    """A2 and B2 change how much data a rollout has; the number of updates stays as it is."""
+    n, ranks = int(ctx.knobs["rollout_n"]), ctx.facts.world_size
+    sampled = int(ctx.knobs["rollout_micro_batch_size"]) * ranks
+    train = value if knob == "train_batch_size" else value * sampled // n
+    now, mini = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["ppo_mini_batch_size"])
+    per_epoch = max(now // mini, 1)
+    lattice = mini_batch_lattice(train, n, ranks)
+    fitted = min(lattice, key=lambda m: abs(m - train / per_epoch))
+    wanted = int(ctx.facts.knobs["micro_batch_size"])
+    return {
+        "train_batch_size": train,
+        "num_rollout_batches": train * n // sampled,
+        "ppo_mini_batch_size": fitted,
+        "micro_batch_size": fit_micro_batch(fitted, n, ranks, wanted),
+    }
 
 
 def freeze_reason(ledger: Ledger, rollout: int) -> str:
@@ -200,5 +234,5 @@ def _flips(ledger: Ledger, knob: str, rollout: int) -> int:
         m.direction
         for m in ledger.moves
         if m.knob == knob and m.kind == Kind.INTERVENTION and rollout - m.rollout <= FLIP_SPAN
-    ]
+    ]  # a revert has a kind of its own: it is counted as a revert
     return sum(a != b for a, b in itertools.pairwise(recent))

@@ -19,6 +19,8 @@ from autotune.statistics import mad_sd, median
 HARM_SD = 3.0
 """Reward lower by this many standard errors is harm."""
 HELP_SD = 2.0
+MEDIAN_ERROR = 1.2533
+"""A median's standard error against the mean's; the price of not being led by one wild sample."""
 DRIFT_LIMIT = 0.1
 """Median kl_step, nats/token, above which a change that raised it is harmful."""
 
@@ -43,12 +45,14 @@ def judge(probation: Probation, ctx: Context) -> Verdict:
 
 
 def _outcome(statistics: dict[str, float]) -> tuple[Outcome, str]:
-    sds = statistics.get("difference_sd", 0.0)
+    sds = statistics.get("difference_sd")
     after, before = statistics.get("kl_step_after", 0.0), statistics.get("kl_step_before", 0.0)
-    if sds < -HARM_SD:
+    if sds is not None and sds < -HARM_SD:
         return Outcome.REVERTED, f"reward fell by {-sds:.1f} standard errors"
     if after > DRIFT_LIMIT and after > 2 * before:
         return Outcome.REVERTED, f"kl_step rose from {before:.2g} to {after:.2g}"
+    if sds is None:
+        return Outcome.INCONCLUSIVE, "no valid reward to judge by: stays"
     if sds > HELP_SD:
         return Outcome.KEPT, f"reward rose by {sds:.1f} standard errors"
     return Outcome.INCONCLUSIVE, f"reward moved by {sds:+.1f} standard errors: no harm seen, stays"
@@ -59,11 +63,11 @@ def reward_difference(before: Sequence[float], after: Sequence[float], noise: fl
     if not before or not after:
         return {}
     spread = max(noise, min(mad_sd(before), mad_sd(after)), 1e-9)
-    error = spread * math.sqrt(1 / len(before) + 1 / len(after))
-    difference = sum(after) / len(after) - sum(before) / len(before)
+    error = MEDIAN_ERROR * spread * math.sqrt(1 / len(before) + 1 / len(after))
+    difference = median(after) - median(before)
     return {
-        "reward_before": sum(before) / len(before),
-        "reward_after": sum(after) / len(after),
+        "reward_before": median(before),
+        "reward_after": median(after),
         "difference_sd": difference / error,
         "n_before": len(before),
         "n_after": len(after),

@@ -136,13 +136,19 @@ def batch_problems(knobs: Mapping[str, float], world_size: int) -> list[tuple[st
     mini, micro = int(knobs["ppo_mini_batch_size"]), int(knobs["micro_batch_size"])
     rollout_micro, w = int(knobs["rollout_micro_batch_size"]), world_size
     problems: list[tuple[str, str]] = []
+    sizes = {"train_batch_size": train, "rollout_n": n, "ppo_mini_batch_size": mini}
+    sizes |= {"micro_batch_size": micro, "rollout_micro_batch_size": rollout_micro}
+    empty = [(name, f"is {size}, expected at least 1") for name, size in sizes.items() if size < 1]
+    if empty:
+        return empty
     if mini > train:
         problems.append(("ppo_mini_batch_size", f"{mini} prompts is more than train_batch_size {train}"))
     elif train % mini or mini * n % w:
-        near = ", ".join(map(str, mini_batch_lattice(train, n, w)))
-        problems.append(
-            ("ppo_mini_batch_size", f"{mini} prompts does not divide train_batch_size {train}; use {near}")
-        )
+        near = ", ".join(map(str, mini_batch_lattice(train, n, w))) or "more prompts or fewer ranks"
+        why = f"does not divide train_batch_size {train}"
+        if not train % mini:
+            why = f"x rollout_n {n} = {mini * n} samples does not split over {w} ranks"
+        problems.append(("ppo_mini_batch_size", f"{mini} prompts {why}; use {near}"))
     elif mini * n % (micro * w):
         best = fit_micro_batch(mini, n, w, micro)
         problems.append(
@@ -161,5 +167,10 @@ def batch_problems(knobs: Mapping[str, float], world_size: int) -> list[tuple[st
                 f"{rollout_micro} samples x {w} rank(s) does not divide train_batch_size x rollout_n ="
                 f" {train * n} samples; the nearest legal value is {best}",
             )
+        )
+    elif int(knobs.get("num_rollout_batches", 0)) not in (0, train * n // (rollout_micro * w)):
+        batches = train * n // (rollout_micro * w)
+        problems.append(
+            ("num_rollout_batches", f"{knobs['num_rollout_batches']:g} batches, expected {batches}")
         )
     return problems

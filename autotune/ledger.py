@@ -60,12 +60,17 @@ class Ledger:
     reverts: list[int] = field(default_factory=list)
     frozen: str = ""
     emergencies: int = 0
+    vetoes: int = 0
+    """Rollouts running that were undone."""
     since_restore: int = 0
     expected: dict[str, float] = field(default_factory=dict)
     """Knob -> value that the trainer read back; another value later means a second writer."""
     contested: dict[str, str] = field(default_factory=dict)
     """Knob -> why it is left alone: it did not obey, or somebody else writes it."""
+    effective: dict[str, int] = field(default_factory=dict)
+    """Knob -> first rollout whose data shows the value that was read back."""
     at_bound: dict[str, int] = field(default_factory=dict)
+    """Knob -> rollouts running that a rule pushed it against its bound."""
     silent: dict[str, str] = field(default_factory=dict)
     """Rule -> why it could not speak at the last rollout."""
     advised: dict[str, str] = field(default_factory=dict)

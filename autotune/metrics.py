@@ -130,9 +130,9 @@ def read_metric(name: str, raw: Any) -> Reading:
     """
     if raw is None:
         return Reading(None, Validity.MISSING, f"{name} was not in this rollout's metrics")
-    if isinstance(raw, bool) or not hasattr(raw, "__float__"):
-        return Reading(None, Validity.NON_FINITE, f"{name} is {raw!r}, not a number")
-    value = float(raw)
+    value = _real(raw)
+    if value is None:
+        return Reading(None, Validity.NON_FINITE, f"{name} is {raw!r:.60}, not a number")
     if not math.isfinite(value):
         return Reading(None, Validity.NON_FINITE, f"{name} is {value}")
     spec = spec_of(name)
@@ -140,6 +140,18 @@ def read_metric(name: str, raw: Any) -> Reading:
         where = f"[{spec.low:g}, {spec.high:g}] {spec.unit}"
         return Reading(None, Validity.OUT_OF_RANGE, f"{name} is {value:g}, expected {where}")
     return Reading(value)
+
+
+def _real(raw: Any) -> float | None:
+    """One real number as a float (numpy scalars too), or None: no booleans, arrays or texts."""
+    if isinstance(raw, (bool, str, bytes)) or type(raw).__name__ in ("bool_", "bool"):
+        return None
+    if not hasattr(raw, "__float__") or getattr(raw, "shape", ()) != ():
+        return None
+    try:
+        return float(raw)
+    except (OverflowError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +169,10 @@ class Snapshot:
     """`policy_ratio` (all updates) and `policy_ratio_last` -> counts, [RATIO_BINS + 2]."""
 
     def reading(self, name: str) -> Reading:
-        missing = Reading(None, Validity.NOT_LOGGED, f"{name} is not logged by this trainer")
-        return self.readings.get(name, missing)
+        found = self.readings.get(name)
+        if found is not None:
+            return found
+        return Reading(None, Validity.NOT_LOGGED, f"{name} is not logged by this trainer")
 
     def value(self, name: str) -> float | None:
         """The number, or None unless it was measured and is valid."""

@@ -80,12 +80,10 @@ def test_a_pinned_knob_is_left_alone(knob: str, pin: tuple[str, ...], objects: b
     assert (reason == f"{knob} is pinned in the recipe") if objects else not reason
 
 
-@pytest.mark.xfail(strict=True, reason="pinning `clip_range` does not pin its two sides")
 def test_pinning_clip_range_pins_both_of_its_sides() -> None:
     assert knob_pinned(question("clip_range_high", pin=("clip_range",)))
 
 
-@pytest.mark.xfail(strict=True, reason="a new mini-batch sets micro_batch_size past its pin")
 def test_a_pin_also_holds_against_values_that_are_derived() -> None:
     knobs = {MINI: 8, "micro_batch_size": 64}
     asked = question(MINI, 4, pin=("micro_batch_size",))

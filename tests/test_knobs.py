@@ -90,18 +90,15 @@ def test_a_problem_names_units_and_the_next_move(
     assert says in problems[knob]
 
 
-@pytest.mark.xfail(strict=True, reason="a batch size of 0 divides by zero instead of being a problem")
 @pytest.mark.parametrize("knob", ["ppo_mini_batch_size", "micro_batch_size", "rollout_micro_batch_size"])
 def test_a_batch_size_of_zero_is_a_problem(knob: str) -> None:
     assert batch_problems(vector(64, 8, 16, 8, 8) | {knob: 0}, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="num_rollout_batches is not checked against the amount of data")
 def test_the_number_of_sampling_batches_must_add_up() -> None:
     assert batch_problems(vector(64, 8, 16, 8, 64, num_rollout_batches=3), 1)
 
 
-@pytest.mark.xfail(strict=True, reason="calls a mini-batch no divisor when it is the ranks that do not fit")
 def test_a_mini_batch_that_does_not_split_over_the_ranks_says_so() -> None:
     (_, message), *_ = batch_problems(vector(8, 1, 1, 1, 1), 2)
     assert "rank" in message and "does not divide train_batch_size" not in message
@@ -157,7 +154,6 @@ def test_whatever_is_proposed_the_result_is_legal(
         assert not spec.integer or after[real] == int(after[real])
 
 
-@pytest.mark.xfail(strict=True, reason="the number of sampling batches is not re-derived with these two")
 @pytest.mark.parametrize(("knob", "value"), [("train_batch_size", 128), ("num_rollout_batches", 4)])
 def test_a_new_amount_of_data_is_the_same_in_every_equation(knob: str, value: float) -> None:
     of = facts(knobs={"rollout_micro_batch_size": 64, "num_rollout_batches": 8})
@@ -177,7 +173,6 @@ def test_clip_range_moves_both_sides_alike(low: float, high: float, value: float
     assert after["clip_range_low"] * high == pytest.approx(after["clip_range_high"] * low)
 
 
-@pytest.mark.xfail(strict=True, reason="only the wider side of clip_range is bounded")
 def test_neither_side_of_the_clip_range_leaves_its_bounds() -> None:
     ctx = context([snapshot(0, {"clip_range_low": 0.02, "clip_range_high": 0.2})])
     inside = bounded(Proposal("B4b", "clip_range", 0.2 / 1.2, "narrower"), ctx)

@@ -137,8 +137,22 @@ class Context:
     """Rule -> rollout of its last granted change."""
     emergencies: int = 0
     """Checkpoint restores so far."""
+    vetoes: int = 0
+    """Rollouts running, up to the last one, that were undone."""
+    pinned: frozenset[str] = frozenset()
+    """Real knobs that must not be touched."""
+    literal: bool = False
+    """Study mode: the documents by their letter, without the harm and plateau guards."""
     gain_sd: float = 2.0
     """Smallest gain of interest over a trend window, in noise standard deviations."""
+
+    # What several rules ask for at the same rollout is computed once.
+    _recent: dict[int, list[Sample]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _windows: dict[tuple[str, int], list[float] | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _levels: dict[str, float | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _trends: dict[str, Trend | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def rollout(self) -> int:
@@ -151,14 +165,13 @@ class Context:
     def value(self, metric: str) -> float | None:
         return self.snapshot.value(metric)
 
+    def movable(self, knob: str) -> bool:
+        """Whether this knob can be moved in this run and nobody pinned it."""
+        return all(self.facts.can_move(r) and r not in self.pinned for r in expand(knob))
+
     def knob(self, name: str) -> float:
         """Current value; for `clip_range` the wider of its two sides."""
         return max(self.knobs[real] for real in expand(name))
-
-    @cached_property
-    def _recent(self) -> dict[int, list[Sample]]:
-        """Window length -> newest samples of this epoch; many rules ask for the same few."""
-        return {}
 
     def recent(self, n: int) -> list[Sample]:
         """At most n newest samples of this config epoch."""
@@ -169,13 +182,24 @@ class Context:
     def window(self, metric: str, n: int | None = None) -> list[float] | None:
         """The metric over the window of this epoch; None until it was valid on all of it."""
         size = n or self.pace.window
-        values = self.history.values(metric, self.recent(size))
-        return values if len(values) == size else None
+        if (metric, size) not in self._windows:
+            values = self.history.values(metric, self.recent(size))
+            self._windows[metric, size] = values if len(values) == size else None
+        return self._windows[metric, size]
 
     def level(self, metric: str) -> float | None:
         """Median of the metric over the window, None until the window is full."""
-        values = self.window(metric)
-        return median(values) if values else None
+        if metric not in self._levels:
+            values = self.window(metric)
+            self._levels[metric] = median(values) if values else None
+        return self._levels[metric]
+
+    def trend(self, metric: str) -> Trend | None:
+        """Theil-Sen line of the metric over the trend window; None until that is full."""
+        if metric not in self._trends:
+            values = self.window(metric, self.pace.trend)
+            self._trends[metric] = theil_sen(values) if values else None
+        return self._trends[metric]
 
     def under(self, *knobs: str, n: int | None = None) -> list[Sample]:
         """Newest samples made under the present values of these knobs."""
@@ -285,19 +309,25 @@ class Policy:
         return False
 
 
-def entropy_and_mismatch_normal(ctx: Context) -> bool:
-    """Entropy within [1/20, 1.5] of the run's own start, sampler mismatch below 0.05 nats."""
+def entropy_normal(ctx: Context, high: float = 1.5) -> bool:
+    """Entropy within [1/20, high] of the run's own start; an unknown one is not objected to."""
     entropy, first = ctx.value("entropy"), ctx.first_level("entropy")
-    if entropy is not None and first and not first / 20 <= entropy <= 1.5 * first:
-        return False
+    return entropy is None or not first or first / 20 <= entropy <= high * first
+
+
+def mismatch_normal(ctx: Context) -> bool:
+    """Sampler and trainer within 0.05 nats/token of each other, where that is measured."""
     mismatch = ctx.value("kl_mismatch")
     return mismatch is None or mismatch < 0.05
 
 
 def signal_present(ctx: Context, limit: float = 0.6) -> bool:
-    """Enough groups with mixed rewards, and a reward that is not saturated."""
+    """Enough groups with mixed rewards, and a reward that is not saturated.
+
+    Asked before bold moves only, so a share that was not measured is no signal.
+    """
     share = ctx.value("zero_std_fraction")
-    return (share is None or share < limit) and not ctx.reward.saturated()
+    return share is not None and share < limit and not ctx.reward.saturated()
 
 
 def volatile(ctx: Context) -> bool:
@@ -305,17 +335,17 @@ def volatile(ctx: Context) -> bool:
     view = ctx.reward
     if view.trend is None or view.noise == 0:
         return False
-    ratio = detrended_variance(view.values, view.trend) / view.noise**2
+    ratio = detrended_variance(view.values, view.trend, drop=1) / view.noise**2
     return ratio > variance_ratio_limit(len(view.values))
 
 
 def kl_movement(ctx: Context, share: float) -> Movement:
     """What KL does by itself over the trend window; a change of share x its level counts."""
-    values = ctx.window("kl_ref", ctx.pace.trend)
-    if values is None:
+    values, trend = ctx.window("kl_ref", ctx.pace.trend), ctx.trend("kl_ref")
+    if values is None or trend is None:
         return Movement.UNDETERMINED
     level = max(sum(values) / len(values), 1e-6)
-    return movement(theil_sen(values), share * level)
+    return movement(trend, share * level)
 
 
 def kl_steady(ctx: Context) -> bool:

@@ -26,7 +26,8 @@ from autotune.policies.base import (
     Context,
     Family,
     Policy,
-    entropy_and_mismatch_normal,
+    entropy_normal,
+    mismatch_normal,
     signal_present,
 )
 from autotune.statistics import median
@@ -46,12 +47,17 @@ def notch(ctx: Context, step: int) -> int | None:
     lattice = mini_batch_lattice(
         int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"]), ctx.facts.world_size
     )
-    place = lattice.index(int(ctx.knobs["ppo_mini_batch_size"])) + step
-    return lattice[place] if 0 <= place < len(lattice) else None
+    now = ctx.knobs["ppo_mini_batch_size"]
+    onward = [m for m in lattice if (m - now) * step > 0]
+    return min(onward, key=lambda m: abs(m - now)) if onward else None
 
 
 def _updates_at(ctx: Context, mini: int) -> int:
     return updates_per_rollout({**ctx.knobs, "ppo_mini_batch_size": mini})
+
+
+def _updates_with(ctx: Context, epochs: int) -> int:
+    return updates_per_rollout({**ctx.knobs, "ppo_epochs": epochs})
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,15 @@ class UpdatesInGoldenRange(Policy):
     source: ClassVar[str] = "A: 4-8 updates per rollout"
     summary: ClassVar[str] = "updates per rollout outside 4-8 and the drift agrees -> mini-batch"
     needs: ClassVar[tuple[str, ...]] = ("kl_step", "reward_mean")
-    moves: ClassVar[tuple[str, ...]] = ("ppo_mini_batch_size",)
+    moves: ClassVar[tuple[str, ...]] = ("ppo_mini_batch_size", "ppo_epochs")
 
     low: int = 4
     high: int = 8
     target: float = 0.015
     """Drift in nats/token that a healthy rollout shows; the same as X1's."""
     timid: float = 0.5
-    """Below this x target the drift agrees that there are too few updates."""
+    """Below this x target the drift agrees that there are too few updates. The factors on either side
+    are the hysteresis: a drift near its target argues neither way."""
     aggressive: float = 2.0
     clip_high: float = 0.15
 
@@ -80,19 +87,38 @@ class UpdatesInGoldenRange(Policy):
         if len(known) < 2:
             return None
         level = median(known)
-        too_few = ctx.updates < self.low and level < self.timid * self.target
-        too_many = ctx.updates > self.high and level > self.aggressive * self.target
-        if too_few and (ctx.reward.rising_well or (ctx.value("clip_ratio") or 0) > self.clip_high):
+        too_few = ctx.updates < self.low and (level < self.timid * self.target or ctx.literal)
+        too_many = ctx.updates > self.high and (level > self.aggressive * self.target or ctx.literal)
+        if too_few and not ctx.literal and not self._may_add(ctx):
             return None
-        mini = mini_batch_for(ctx, self.low, self.high) if too_few or too_many else None
-        if mini is None:
+        return self._move(ctx, level) if too_few or too_many else None
+
+    def _may_add(self, ctx: Context) -> bool:
+        """More updates only while the reward does not rise well and clipping is known to be low."""
+        clip = 0.0 if ctx.updates == 1 else ctx.value("clip_ratio")
+        return not ctx.reward.rising_well and clip is not None and clip <= self.clip_high
+
+    def _move(self, ctx: Context, level: float) -> Answer:
+        mini = mini_batch_for(ctx, self.low, self.high) if ctx.movable("ppo_mini_batch_size") else None
+        if mini is not None:
+            knob, value, updates = "ppo_mini_batch_size", mini, _updates_at(ctx, mini)
+        elif (epochs := self._epochs(ctx)) is not None:
+            knob, value, updates = "ppo_epochs", epochs, _updates_with(ctx, epochs)
+        else:
             return None
         reason = (
             f"{ctx.updates} update(s) per rollout with kl_step {level:.2g}"
-            f" (target {self.target:g}) -> {_updates_at(ctx, mini)} updates"
+            f" (target {self.target:g}) -> {updates} updates"
         )
         evidence = {"updates": ctx.updates, "kl_step": level}
-        return Proposal(self.id, "ppo_mini_batch_size", mini, reason, evidence=evidence)
+        return Proposal(self.id, knob, value, reason, evidence=evidence)
+
+    def _epochs(self, ctx: Context) -> int | None:
+        """Passes over the data that bring U into the range where no mini-batch can."""
+        fitting = [e for e in range(1, 9) if self.low <= _updates_with(ctx, e) <= self.high]
+        if not fitting or not ctx.movable("ppo_epochs"):
+            return None
+        return min(fitting, key=lambda e: abs(_updates_with(ctx, e) - ctx.updates))
 
 
 @dataclass(frozen=True)
@@ -108,28 +134,38 @@ class ClipTooLow(Policy):
     needs_ratio: ClassVar[bool] = True
 
     threshold: float = 0.01
+    sequence_threshold: float = 0.05
+    """For sequence-level ratios (GSPO), where 5-25 % clipped is healthy."""
     highest: int = 8
     """Stays inside A1."""
     target: float = 0.01
     """No more updates when the drift is already at its target, nats/token."""
 
     def propose(self, ctx: Context) -> Answer:
-        level, drift = ctx.level("clip_ratio"), ctx.level("kl_step")
-        if level is None or level >= self.threshold or not ctx.reward.plateau:
+        level = ctx.level("clip_ratio")
+        if level is None or level >= self._threshold(ctx) or not self._slow(ctx):
             return None
-        if (drift or 0.0) >= self.target or not signal_present(ctx):
-            return None
-        if not entropy_and_mismatch_normal(ctx):
-            return None
-        reason = f"clip_ratio {level:.2%} < {self.threshold:.0%} and reward on a proven plateau"
-        evidence = {"clip_ratio": level, "kl_step": drift or 0.0}
-        mini = notch(ctx, -1)
+        reason = f"clip_ratio {level:.2%} < {self._threshold(ctx):.0%} and reward on a proven plateau"
+        evidence = {"clip_ratio": level, "kl_step": ctx.level("kl_step") or 0.0}
+        mini = notch(ctx, -1) if ctx.movable("ppo_mini_batch_size") else None
         if mini is not None and _updates_at(ctx, mini) <= self.highest:
             return Proposal(self.id, "ppo_mini_batch_size", mini, reason, evidence=evidence)
-        epochs = ctx.knobs["ppo_epochs"] + 1
-        if ctx.updates / ctx.knobs["ppo_epochs"] * epochs <= self.highest:
+        epochs = int(ctx.knobs["ppo_epochs"]) + 1
+        if ctx.movable("ppo_epochs") and _updates_with(ctx, epochs) <= self.highest:
             return Proposal(self.id, "ppo_epochs", epochs, reason, evidence=evidence)
         return None
+
+    def _threshold(self, ctx: Context) -> float:
+        return self.sequence_threshold if ctx.facts.loss_kind == "sequence" else self.threshold
+
+    def _slow(self, ctx: Context) -> bool:
+        """A proven plateau, room in the drift (which must be known), and nothing else amiss."""
+        if ctx.literal:
+            return not ctx.reward.rising_well
+        drift = ctx.level("kl_step")
+        room = drift is not None and drift < self.target
+        calm = entropy_normal(ctx) and mismatch_normal(ctx)
+        return ctx.reward.plateau and room and calm and signal_present(ctx)
 
 
 @dataclass(frozen=True)
@@ -144,6 +180,8 @@ class ClipTooHigh(Policy):
     moves: ClassVar[tuple[str, ...]] = ("ppo_mini_batch_size", "actor_learning_rate")
 
     threshold: float = 0.15
+    sequence_threshold: float = 0.35
+    """For sequence-level ratios (GSPO), where 5-25 % clipped is healthy."""
     explosion: float = 10.0
     """KL this many times its own median, two rollouts running, is "suddenly"."""
     lr_factor: float = 0.7
@@ -152,7 +190,7 @@ class ClipTooHigh(Policy):
         reason, evidence = self._too_high(ctx)
         if not reason:
             return None
-        mini = notch(ctx, +1)
+        mini = notch(ctx, +1) if ctx.movable("ppo_mini_batch_size") else None
         if ctx.updates > 1 and mini is not None and not self._mini_batch_did_not_help(ctx):
             return Proposal(self.id, "ppo_mini_batch_size", mini, reason, evidence=evidence)
         lower = ctx.knobs["actor_learning_rate"] * self.lr_factor
@@ -160,8 +198,9 @@ class ClipTooHigh(Policy):
 
     def _too_high(self, ctx: Context) -> tuple[str, dict[str, float]]:
         level = ctx.level("clip_ratio") if ctx.updates > 1 else None
-        if level is not None and level > self.threshold:
-            return f"clip_ratio {level:.1%} > {self.threshold:.0%}", {"clip_ratio": level}
+        limit = self.sequence_threshold if ctx.facts.loss_kind == "sequence" else self.threshold
+        if level is not None and level > limit:
+            return f"clip_ratio {level:.1%} > {limit:.0%}", {"clip_ratio": level}
         for metric in ("kl_step", "kl_ref"):
             jump = self._jump(ctx, metric)
             if jump > self.explosion:

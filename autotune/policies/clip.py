@@ -14,18 +14,21 @@ public run if taken by the letter, so it wants a proven reward plateau and an en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autotune.decisions import Proposal
+from autotune.decisions import Proposal, RunFacts
 from autotune.policies.base import (
     Answer,
     Context,
     Family,
     Policy,
-    entropy_and_mismatch_normal,
+    entropy_normal,
+    mismatch_normal,
     signal_present,
 )
+from autotune.statistics import median
 
 
 def outside_share(ctx: Context) -> float | None:
@@ -33,8 +36,12 @@ def outside_share(ctx: Context) -> float | None:
     low, high = ctx.window("ratio_low"), ctx.window("ratio_high")
     if low is None or high is None:
         return None
-    both = sorted(a + b for a, b in zip(low, high, strict=True))
-    return both[len(both) // 2]
+    return median([a + b for a, b in zip(low, high, strict=True)])
+
+
+def sequence_loss(facts: RunFacts) -> str:
+    """The documented shares are of token ratios; sequence ratios have another scale."""
+    return "the ratio is per sequence, these shares are per token" if facts.loss_kind == "sequence" else ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class TooMuchClipped(Policy):
     factor: float = 1.2
     ceiling: float = 0.2
     """Documented range 0.1-0.2; a recipe that starts above it is left alone."""
+    updates: int = 4
+    """Fewer updates are the first rung: the range is not widened above this many."""
     kl_step_high: float = 0.03
     kl_ref_high: float = 0.15
 
@@ -61,15 +70,23 @@ class TooMuchClipped(Policy):
         now = ctx.knob("clip_range")
         if share is None or share <= self.threshold or now >= self.ceiling:
             return None
-        if self._brake_needed(ctx) or not entropy_and_mismatch_normal(ctx):
+        if not ctx.literal and self._brake_needed(ctx):
             return None
         reason = f"{share:.0%} of tokens outside the clip range > {self.threshold:.0%}, drift in band"
         after = min(now * self.factor, self.ceiling)
         return Proposal(self.id, "clip_range", after, reason, evidence={"outside": share})
 
     def _brake_needed(self, ctx: Context) -> bool:
+        """The last rung of the ladder: few updates, and drift and KL known to be in band."""
         drift, kl = ctx.level("kl_step"), ctx.level("kl_ref")
-        return (drift or 0.0) > self.kl_step_high or (kl or 0.0) > self.kl_ref_high
+        if ctx.updates > self.updates or drift is None or drift > self.kl_step_high:
+            return True
+        if ctx.facts.has_reference and (kl is None or kl > self.kl_ref_high):
+            return True
+        return not (entropy_normal(ctx) and mismatch_normal(ctx))
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return sequence_loss(facts)
 
 
 @dataclass(frozen=True)
@@ -90,15 +107,23 @@ class HardlyAnyClipped(Policy):
     entropy_rise: float = 1.1
     """Entropy over its own start above which a narrower range is wanted."""
 
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        return sequence_loss(facts)
+
     def propose(self, ctx: Context) -> Answer:
         share = outside_share(ctx)
         now = ctx.knob("clip_range")
         if share is None or share >= self.threshold or now <= self.floor:
             return None
-        entropy, first = ctx.level("entropy"), ctx.first_level("entropy")
-        rising = bool(entropy and first and entropy > self.entropy_rise * first)
-        if not (ctx.reward.plateau and rising and signal_present(ctx)):
+        if not ctx.literal and not self._wanted(ctx):
             return None
         reason = f"{share:.1%} of tokens outside the clip range < {self.threshold:.0%}, entropy rising"
         after = max(now * self.factor, self.floor)
         return Proposal(self.id, "clip_range", after, reason, evidence={"outside": share})
+
+    def _wanted(self, ctx: Context) -> bool:
+        """A proven plateau, entropy rising but not exploding, sampler and trainer agreeing."""
+        entropy, first = ctx.level("entropy"), ctx.first_level("entropy")
+        rising = bool(entropy and first and entropy > self.entropy_rise * first)
+        calm = entropy_normal(ctx) and mismatch_normal(ctx)
+        return ctx.reward.plateau and rising and calm and signal_present(ctx)

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from autotune.metrics import Validity
 from autotune.policies.base import Alarm, Answer, Context, Emergency, Family, Policy
-from autotune.statistics import mad_sd, median, reward_noise_sd
+from autotune.statistics import mad_sd, median, residuals, reward_noise_sd, theil_sen
 
 Row = Mapping[str, float]
 """Valid scalars of one rollout."""
@@ -48,8 +48,6 @@ class VetoAndCollapse(Policy):
     family: ClassVar[Family] = Family.COLLAPSE
     source: ClassVar[str] = "beyond the documents: veto and collapse"
     summary: ClassVar[str] = "one rollout drifts too far, or the run collapses -> weights back, LR down"
-    moves: ClassVar[tuple[str, ...]] = ("actor_learning_rate",)
-
     kl_step_limit: float = 0.3
     """Nats/token after the updates of one rollout."""
     veto_factor: float = 1 / 3
@@ -57,11 +55,17 @@ class VetoAndCollapse(Policy):
     """Reward below its median by this many spreads is a sign."""
     baseline: int = 20
     """Rollouts of the baseline."""
+    newest: int = 5
+    """Newest of them that say what the reward was just before."""
+    least: float = 0.01
+    """Smallest spread, as a share of the level."""
     grad_z: float = 6.0
     long: float = 3.0
     short: float = 0.5
     most: int = 2
     """Checkpoint restores before the run is stopped."""
+    vetoes: int = 8
+    """Vetoes running before the run is stopped: what causes them is not the learning rate."""
 
     def propose(self, ctx: Context) -> Answer:
         return self._veto(ctx) or self._collapse(ctx)
@@ -74,7 +78,8 @@ class VetoAndCollapse(Policy):
         if not why:
             return None
         evidence = {} if drift is None else {"kl_step": drift}
-        return Emergency(self.id, "undo", ctx.rollout, self.veto_factor, why, evidence)
+        stop = ctx.vetoes + 1 >= self.vetoes
+        return Emergency(self.id, "undo", ctx.rollout, self.veto_factor, why, evidence, stop)
 
     def _non_finite(self, ctx: Context) -> str:
         bad = [n for n in HARD if ctx.snapshot.reading(n).validity is Validity.NON_FINITE]
@@ -109,18 +114,29 @@ class VetoAndCollapse(Policy):
             tail = [r["reward_mean"] for r in rows[-running:]]
             if len(base) < 2:
                 continue
-            limit = self._reward_limit(ctx, base)
+            limit = self._reward_limit(ctx, base, rows[-running:])
             if all(value < limit for value in tail):
                 return Sign(f"reward_mean {tail[-1]:.3g} below {limit:.3g}", running, 2)
         return None
 
-    def _reward_limit(self, ctx: Context, base: Sequence[Row]) -> float:
-        """median - sds x spread, the spread floored by the sampling noise of the baseline itself."""
+    def _reward_limit(self, ctx: Context, base: Sequence[Row], tail: Sequence[Row]) -> float:
+        """Level - sds x spread of the rewards before the sign.
+
+        The level is the median of the newest few and the spread is taken around the baseline's own
+        trend: a reward that climbs has a wide spread, and a dead model would hide in it. The spread is
+        floored by the sampling noise of either side, and by a share of the level where both are nil
+        (a constant reward that loses one answer has not collapsed).
+        """
         rewards = [r["reward_mean"] for r in base]
-        stds = [r["reward_std"] for r in base if "reward_std" in r]
+        level = median(rewards[-self.newest :])
+        slope = theil_sen(rewards).slope if len(rewards) >= 3 else 0.0
+        noise = max(self._noise(ctx, base), self._noise(ctx, tail), self.least * abs(level))
+        return level - self.sds * max(mad_sd(residuals(rewards, slope)), noise)
+
+    def _noise(self, ctx: Context, rows: Sequence[Row]) -> float:
+        stds = [r["reward_std"] for r in rows if "reward_std" in r]
         prompts, group = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"])
-        noise = reward_noise_sd(median(stds), prompts, group) if stds else 0.0
-        return median(rewards) - self.sds * max(mad_sd(rewards), noise)
+        return reward_noise_sd(median(stds), prompts, group) if stds else 0.0
 
     def _gradient(self, rows: Sequence[Row]) -> Sign | None:
         norms = [r["grad_norm"] for r in rows if "grad_norm" in r]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.decisions import Proposal
-from autotune.policies.base import Advice, Answer, Context, Family, Policy
+from autotune.policies.base import Advice, Answer, Context, Family, Policy, signal_present
 from autotune.statistics import Z_95, Movement
 
 
@@ -46,7 +46,8 @@ class BatchTooSmall(Policy):
         error = Z_95 * slope_error(ctx.noise, ctx.pace.trend)
         undecided = ctx.reward.trend is not None and ctx.reward.movement is Movement.UNDETERMINED
         prompts = int(ctx.knobs["train_batch_size"])
-        if not undecided or error <= self.gain * spread or prompts * self.factor > self.most:
+        known = spread > 0 and signal_present(ctx)
+        if not (undecided and known) or error <= self.gain * spread or prompts * self.factor > self.most:
             return None
         reason = (
             f"{ctx.pace.trend} rollouts of {prompts} prompts see no rise below {error:.2g}"

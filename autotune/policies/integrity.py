@@ -31,8 +31,8 @@ class AnchorHolds(Policy):
 
     def propose(self, ctx: Context) -> Answer:
         drift = ctx.snapshot.per_update.get("kl_step")
-        if not drift or not drift[0] > self.tolerance:
-            return None
+        if not drift or drift[0] <= self.tolerance:
+            return None  # a NaN is not <=, so it holds too
         reason = f"kl_step of the first update is {drift[0]:.2g}, expected 0 (<= {self.tolerance:g})"
         return Hold(self.id, f"{reason}: check dropout, temperature and old log-probs")
 

@@ -45,7 +45,12 @@ class CapTooHigh(Policy):
     def propose(self, ctx: Context) -> Answer:
         mean, cut = ctx.level("response_length_mean"), ctx.window("truncated_fraction", ctx.pace.trend)
         cap = ctx.knobs["max_response_length"]
-        if mean is None or cut is None or mean >= self.share * cap or max(cut) >= self.truncated:
+        if mean is None or mean >= self.share * cap:
+            return None
+        if ctx.literal:
+            reason = f"mean length {mean:.0f} < {self.share:.0%} of the cap {cap:.0f}"
+            return Proposal(self.id, "max_response_length", math.ceil(self.step * cap), reason)
+        if cut is None or max(cut) >= self.truncated:
             return None
         longest = ctx.window("response_length_p995", ctx.pace.trend)
         longest = longest or ctx.window("response_length_max", ctx.pace.trend)

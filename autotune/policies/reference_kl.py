@@ -60,13 +60,18 @@ class StuckNearReference(Policy):
 
     def propose(self, ctx: Context) -> Answer:
         level = ctx.level("kl_ref")
-        if level is None or level >= self.threshold or not ctx.reward.plateau:
+        if level is None or level >= self.threshold or ctx.knobs["kl_coef"] <= self.floor:
             return None
-        if not signal_present(ctx) or not kl_steady(ctx) or ctx.knobs["kl_coef"] <= self.floor:
+        if not self._stagnates(ctx):
             return None
         after = max(ctx.knobs["kl_coef"] * self.factor, self.floor)
         reason = f"kl_ref {level:.2g} < {self.threshold:g} and reward on a proven plateau"
         return Proposal(self.id, "kl_coef", after, reason, evidence={"kl_ref": level})
+
+    def _stagnates(self, ctx: Context) -> bool:
+        if ctx.literal:
+            return not ctx.reward.rising_well
+        return ctx.reward.plateau and signal_present(ctx) and kl_steady(ctx)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class FarAndVolatile(Policy):
 
     def propose(self, ctx: Context) -> Answer:
         level = ctx.level("kl_ref")
-        if level is None or level <= self.threshold or ctx.reward.rising_well or not volatile(ctx):
+        rising = ctx.reward.rising_well and not ctx.literal
+        if level is None or level <= self.threshold or rising or not volatile(ctx):
             return None
         after = ctx.knobs["kl_coef"] * self.factor
         reason = f"kl_ref {level:.2g} > {self.threshold:g} and reward volatile beyond its noise"
@@ -113,19 +119,31 @@ class KlBand(Policy):
     """Largest factor of one move."""
     span: float = 10.0
     """kl_coef stays within [1/span, span] x the recipe's value."""
+    margin: float = 1.15
+    """Once engaged it rests only this factor inside the edge (hysteresis)."""
 
     def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        if facts.has_reference and knobs.get("kl_coef", 1.0) <= 0:
+            return "kl_coef is 0: a law that multiplies cannot move it"
         return no_reference(facts)
 
     def propose(self, ctx: Context) -> Answer:
         level = self._level(ctx)
-        if level is None or level <= 0 or self.low <= level <= self.high:
+        if level is None or level <= 0 or ctx.knobs["kl_coef"] <= 0 or self._inside(ctx, level):
             return None
-        if level > self.high and not self._harm(ctx):
-            return None
-        if level < self.low and not self._may_loosen(ctx):
+        above = level > math.sqrt(self.low * self.high)
+        if not ctx.literal and not (self._harm(ctx) if above else self._may_loosen(ctx)):
             return None
         return self._move(ctx, level)
+
+    def _inside(self, ctx: Context, level: float) -> bool:
+        low, high = self._edges(ctx)
+        return low <= level <= high
+
+    def _edges(self, ctx: Context) -> tuple[float, float]:
+        """The documented edges to engage; a margin inside them to rest."""
+        margin = self.margin if self.id in ctx.engagements else 1.0
+        return self.low * margin, self.high / margin
 
     def _level(self, ctx: Context) -> float | None:
         """Median KL of a full window made under the present coefficient."""
@@ -134,17 +152,18 @@ class KlBand(Policy):
 
     def resting(self, ctx: Context) -> bool:
         level = self._level(ctx)
-        return level is not None and self.low <= level <= self.high
+        return level is not None and self._inside(ctx, level)
 
     def _move(self, ctx: Context, level: float) -> Answer:
         now, start = ctx.knobs["kl_coef"], ctx.facts.knobs["kl_coef"]
-        edge = self.high if level > self.high else self.low
+        above = level > math.sqrt(self.low * self.high)
+        edge = self._edges(ctx)[int(above)]
         step = self.gain * math.log(level / edge)
         step = max(-math.log(self.slew), min(step, math.log(self.slew)))
         after = min(max(now * math.exp(step), start / self.span), start * self.span)
         if abs(math.log(after / now)) < 0.02:
             return None
-        why = "harms" if level > self.high else "holds the model back"
+        why = "harms" if above else "holds the model back"
         reason = f"kl_ref {level:.2g} outside {self.low:g}-{self.high:g} and {why}"
         return Proposal(self.id, "kl_coef", after, reason, kind=Kind.REGULATOR, evidence={"kl_ref": level})
 

@@ -26,7 +26,7 @@ from autotune.policies.base import (
     kl_movement,
     signal_present,
 )
-from autotune.statistics import Movement, movement, theil_sen
+from autotune.statistics import Movement, movement
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class EntropyCollapse(Policy):
     """Relative fall of the entropy over the trend window."""
 
     def propose(self, ctx: Context) -> Answer:
-        values = ctx.window("entropy", ctx.pace.trend)
-        if not values or not ctx.reward.plateau or not signal_present(ctx):
+        values, trend = ctx.window("entropy", ctx.pace.trend), ctx.trend("entropy")
+        if not values or trend is None or not ctx.reward.plateau or not signal_present(ctx):
             return None
         level = sum(values) / len(values)
-        if movement(theil_sen(values), self.fall * level) is not Movement.FALLING:
+        if movement(trend, self.fall * level) is not Movement.FALLING:
             return None
         now = ctx.knobs["clip_range_high"]
         after = min(now * self.factor, self.ceiling)
@@ -139,10 +139,10 @@ class ComponentsDiverge(Policy):
         return Alarm(self.id, f"{', '.join(up)} rises while {', '.join(down)} falls: reward hacking?")
 
     def _movement(self, ctx: Context, name: str) -> Movement:
-        values = ctx.window(name, ctx.pace.trend)
-        if values is None:
+        trend = ctx.trend(name)
+        if trend is None:
             return Movement.UNDETERMINED
-        return movement(theil_sen(values), self.gain_sd * max(ctx.noise, 1e-9))
+        return movement(trend, self.gain_sd * max(ctx.noise, 1e-9))
 
 
 @dataclass(frozen=True)

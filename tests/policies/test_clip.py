@@ -48,7 +48,7 @@ def test_b4a_never_widens_beyond_the_documented_range(now: float, after: float |
         ({"kl_step": 0.0301}, False),  # never widen while the drift is high
         ({"kl_ref": 0.150}, True),
         ({"kl_ref": 0.1501}, False),
-        ({"kl_ref": None}, True),  # no reference: nothing to hold it back
+        ({"kl_ref": None}, False),  # a reference whose KL is not known: the brake stays
         ({"entropy": [0.3] * 3 + [0.46]}, False),
         ({"kl_mismatch": 0.05}, False),
     ],
@@ -67,19 +67,16 @@ def test_b4a_reads_a_window_and_both_of_its_sides() -> None:
     assert ask(B4A, hole) is None
 
 
-@pytest.mark.xfail(strict=True, reason="outside_share takes the upper of the two middle values")
 def test_the_window_median_of_an_even_window_is_its_middle() -> None:
     spread = run(WINDOW, knobs=sides(0.1), ratio_low=[0.1, 0.1, 0.3, 0.3], ratio_high=0.15)
     assert ask(B4A, spread) is None, "the median of .25 .25 .45 .45 is .35"
 
 
-@pytest.mark.xfail(strict=True, reason="a kl_step that is missing counts as 0 and the brake comes off")
 def test_b4a_does_not_widen_while_the_drift_is_unknown() -> None:
     blind = run(WINDOW, knobs=sides(0.1), ratio_low=0.3, ratio_high=0.3, kl_step=None)
     assert ask(B4A, blind) is None
 
 
-@pytest.mark.xfail(strict=True, reason="B4a does not look at the number of updates")
 def test_b4a_is_the_last_rung_after_fewer_updates() -> None:
     knobs = sides(0.1) | {"ppo_mini_batch_size": 4, "micro_batch_size": 32}  # 16 updates
     assert ask(B4A, run(WINDOW, knobs=knobs, ratio_low=0.3, ratio_high=0.3)) is None
@@ -129,7 +126,6 @@ def test_b4b_never_narrows_below_the_documented_range(now: float, after: float |
     assert answer == (None if after is None else ("clip_range", pytest.approx(after)))
 
 
-@pytest.mark.xfail(strict=True, reason="B4b looks at neither the sampler mismatch nor an exploding entropy")
 @pytest.mark.parametrize("metrics", [{"kl_mismatch": 0.2}, {"entropy": [0.3] * 4 + [3.0] * 4}])
 def test_b4b_wants_entropy_and_mismatch_in_their_normal_range(metrics: dict[str, Series]) -> None:
     assert hardly_any(**metrics) is None

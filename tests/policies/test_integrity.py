@@ -34,7 +34,6 @@ def test_b7_holds_at_95_percent_and_below(rate: float, holds: bool) -> None:
         assert "rollout_success_rate" in answer.reason
 
 
-@pytest.mark.xfail(strict=True, reason="a first-update drift of NaN passes for one inside the tolerance")
 def test_a6_holds_when_the_first_drift_is_not_a_number() -> None:
     answer = ask(AnchorHolds(), [snapshot(0, per_update={"kl_step": [float("nan"), 0.01]})])
     assert isinstance(answer, Hold)

@@ -211,9 +211,6 @@ def test_x1_does_not_overshoot_a_plant_with_a_steeper_exponent(kl_step: float, e
     assert closer, (kl_step, after)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a zero_std_fraction that is missing passes for a signal, and the rate goes up"
-)
 def test_x1_does_not_raise_while_the_signal_is_unknown() -> None:
     snapshots = run(TREND, kl_step=0.001, zero_std_fraction=[0.9] * 7 + [None])
     assert ask(X1, snapshots) is None

@@ -78,7 +78,6 @@ def test_a2_doubles_a_batch_that_can_decide_nothing() -> None:
         assert ask(BatchTooSmall(), run(TREND, reward_mean=decided)) is None
 
 
-@pytest.mark.xfail(strict=True, reason="with no spread at all (dead or saturated) any error is too large")
 def test_a2_does_not_enlarge_the_batch_of_a_dead_model() -> None:
     dying = run(TREND, reward_mean=[0.5] * 6 + [0.0] * 2, reward_std=[0.5] * 6 + [0.0] * 2)
     assert ask(BatchTooSmall(), dying) is None
