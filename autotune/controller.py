@@ -12,12 +12,14 @@ decisions, so a journal can be replayed. All of its state is JSON (`state_dict`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotune import hand
 from autotune.decisions import (
     Applied,
     Change,
+    Command,
     Decision,
     Kind,
     Outcome,
@@ -115,7 +117,7 @@ class Controller:
         self.pace = pace_for(scale, lr_warmup=facts.lr_warmup, staleness=facts.staleness)
         self._immovable = {policy.id: self._no_knob(policy) for policy in self.policies}
         self.history = History()
-        self.ledger = Ledger()
+        self.ledger = Ledger(pinned=self._recipe_pins())
         self._pending: Decision | None = None
         self._since_before = 0
 
@@ -140,11 +142,17 @@ class Controller:
         ctx = self._context(snapshot)
         answers, silent = self._ask(ctx)
         emergency = next((a for _, a in answers if isinstance(a, Emergency)), None)
+        if emergency is not None and self.ledger.paused:
+            alarms.append(f"{emergency.rule}: {emergency.reason}; paused, so nothing is done about it")
+            emergency = None
         if emergency is not None:
             decision = self._emergency(ctx, emergency, silent, alarms)
         else:
             self.ledger.vetoes = 0
             decision = self._tune(ctx, answers, silent, alarms)
+        if self.ledger.closed:
+            decision = replace(decision, verdicts=(*self.ledger.closed, *decision.verdicts))
+            self.ledger.closed = []
         self._pending = decision
         if not self.acting:
             self._remember_shadow(decision)
@@ -197,7 +205,10 @@ class Controller:
     @property
     def pinned(self) -> frozenset[str]:
         """Real knobs that nobody but a person may move."""
-        return frozenset(real for name in self.settings.pin for real in expand(name))
+        return frozenset(self.ledger.pinned)
+
+    def _recipe_pins(self) -> list[str]:
+        return sorted({real for name in self.settings.pin for real in expand(name)})
 
     # ---- sensing -----------------------------------------------------------------------------
 
@@ -372,7 +383,7 @@ class Controller:
         if granted is not None:
             return Veto(proposal, "priority", f"{granted.rule} on {granted.knob} goes first")
         guards = ALWAYS if self.settings.profile == "literal" else GUARDS
-        question = Question(proposal, ctx, self.ledger, tuple(self.settings.pin), hold)
+        question = Question(proposal, ctx, self.ledger, tuple(self.ledger.pinned), hold)
         objection = first_objection(question, guards)
         return Veto(proposal, *objection) if objection else None
 
@@ -482,7 +493,7 @@ class Controller:
         proposal = Proposal(
             call.rule, knob, ctx.knob(knob) * call.factor, call.reason, Kind.EMERGENCY, call.evidence
         )
-        question = Question(proposal, ctx, self.ledger, tuple(self.settings.pin), "")
+        question = Question(proposal, ctx, self.ledger, tuple(self.ledger.pinned), "")
         return None if first_objection(question, ALWAYS) else self._change(ctx, proposal)
 
     def _stop_reason(self, ctx: Context, call: Emergency) -> str:
@@ -531,6 +542,15 @@ class Controller:
             self.ledger.probation = None
         self._pending = None
 
+    def obey(self, command: Command, applied: Sequence[Applied] = ()) -> str:
+        """A human's command between two rollouts, and what came of it in words; see `autotune.hand`.
+
+        Raises:
+            InputError: it cannot be obeyed; nothing was changed.
+        """
+        regulated = {policy.id: policy.moves for policy in self.policies if policy.moves}
+        return hand.obey(self.ledger, command, applied, self.pace, regulated)
+
     def _remember_shadow(self, decision: Decision) -> None:
         """In shadow nothing is applied: only the cooldown runs, so that the log stays readable."""
         for change in decision.changes:
@@ -539,6 +559,8 @@ class Controller:
 
     def _state(self, ctx: Context, hold: str) -> State:
         ledger = self.ledger
+        if ledger.paused:
+            return State.PAUSED
         if hold:
             return State.HOLD
         if ledger.frozen:
@@ -562,7 +584,7 @@ class Controller:
         Raises:
             RunError: if the state was written by another version.
         """
-        self.ledger = Ledger.from_json(state["ledger"])
+        self.ledger = Ledger.from_json({"pinned": self._recipe_pins(), **state["ledger"]})
         self.history = History.from_json(state["history"])
         self._pending = None
 
@@ -588,5 +610,5 @@ class Controller:
         return ""
 
     def _pinned(self, policy: Policy) -> str:
-        held = [k for k in policy.moves if {k, *expand(k)} & set(self.settings.pin)]
+        held = [k for k in policy.moves if set(expand(k)) & self.pinned]
         return f"{', '.join(held)} pinned" if held and len(held) == len(policy.moves) else ""

@@ -160,6 +160,20 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Command:
+    """What a human wants of a live run: `pause`, `resume`, `pin`, `unpin` or `set`."""
+
+    id: str
+    command: str
+    knobs: tuple[str, ...] = ()
+    """Of `pin` and `unpin`."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Knob -> wanted value, of `set`."""
+    problem: str = ""
+    """Why it cannot be obeyed whatever the run: it could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Everything the controller made of one rollout."""
 
@@ -200,3 +214,9 @@ def to_json(item: Any) -> Any:
 def applied_from_json(data: Mapping[str, Any]) -> Applied:
     """Inverse of `to_json` for `Applied`: the only part of a decision that a replay feeds back."""
     return Applied(**{f.name: data[f.name] for f in dataclasses.fields(Applied)})
+
+
+def command_from_json(data: Mapping[str, Any]) -> Command:
+    """The command of a journal line; a replay gives it to its own controller."""
+    knobs, values = tuple(data.get("knobs", ())), dict(data.get("values", {}))
+    return Command(str(data["id"]), str(data["command"]), knobs, values)

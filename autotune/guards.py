@@ -35,10 +35,14 @@ class Question:
     """Why tuning is on hold at this rollout, or empty."""
 
 
+def not_paused(q: Question) -> str:
+    return "paused by hand" if q.ledger.paused else ""
+
+
 def knob_pinned(q: Question) -> str:
     pinned = {real for name in q.pinned for real in expand(name)}
     if pinned & set(expand(q.proposal.knob)):
-        return f"{q.proposal.knob} is pinned in the recipe"
+        return f"{q.proposal.knob} is pinned"
     derived = real_values(q.proposal.knob, bounded(q.proposal, q.ctx), q.ctx)
     held = [k for k in pinned & set(derived) if derived[k] != q.ctx.knobs[k]]
     return f"{q.proposal.knob} would move {', '.join(held)}, which is pinned" if held else ""
@@ -112,7 +116,7 @@ def direction_kept(q: Question) -> str:
 
 Guard = Callable[[Question], str]
 
-ALWAYS: tuple[Guard, ...] = (knob_pinned, knob_movable, integrity)
+ALWAYS: tuple[Guard, ...] = (not_paused, knob_pinned, knob_movable, integrity)
 """Asked in every profile, `literal` too: they protect the run, not the calm."""
 CALM: tuple[Guard, ...] = (
     warmed_up,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autotune.decisions import Outcome, Verdict
 from autotune.errors import RunError
 from autotune.policies.base import Engagement
 
@@ -75,6 +76,12 @@ class Ledger:
     """Rule -> why it could not speak at the last rollout."""
     advised: dict[str, str] = field(default_factory=dict)
     """Rule -> what it last gave advice about."""
+    paused: bool = False
+    """A human took the controller's hands off the run."""
+    pinned: list[str] = field(default_factory=list)
+    """Real knobs that only a person may move: the recipe's pins, then what was pinned by hand."""
+    closed: list[Verdict] = field(default_factory=list)
+    """Judgements that a human's hand ended; told with the next decision."""
     last_rollout: int = -1
 
     def trim(self, rollout: int, keep: int = 400) -> None:
@@ -104,4 +111,6 @@ class Ledger:
             fields["probation"] = Probation(**{**raw, "rewards": tuple(raw["rewards"])})
         fields["engagements"] = {k: Engagement(**v) for k, v in fields["engagements"].items()}
         fields["moves"] = [Move(**m) for m in fields["moves"]]
+        closed = fields.get("closed", ())
+        fields["closed"] = [Verdict(**{**v, "outcome": Outcome(v["outcome"])}) for v in closed]
         return cls(**fields)

@@ -77,7 +77,7 @@ def moved(ago: int, direction: int, knob: str = RATE, kind: Kind = INTERVENTION)
 )
 def test_a_pinned_knob_is_left_alone(knob: str, pin: tuple[str, ...], objects: bool) -> None:
     reason = knob_pinned(question(knob, pin=pin))
-    assert (reason == f"{knob} is pinned in the recipe") if objects else not reason
+    assert (reason == f"{knob} is pinned") if objects else not reason
 
 
 def test_pinning_clip_range_pins_both_of_its_sides() -> None:
@@ -171,7 +171,7 @@ def test_no_intervention_turns_a_knob_round_soon(ago: int, direction: int, waits
 
 def test_the_first_objection_names_its_guard() -> None:
     both = question(rollout=0, pin=(RATE,), frozen="frozen")
-    assert first_objection(both, GUARDS) == ("knob_pinned", f"{RATE} is pinned in the recipe")
+    assert first_objection(both, GUARDS) == ("knob_pinned", f"{RATE} is pinned")
     assert first_objection(both, CALM) == ("warmed_up", "warm-up: 1 of 3 rollouts seen")
     assert first_objection(question(), GUARDS) is None
     assert set(GUARDS) == set(ALWAYS) | set(CALM)

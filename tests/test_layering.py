@@ -29,13 +29,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L0: words. The standard library only.
     ("autotune", "errors", "metrics", "knobs", "decisions"),
     # L1: deciding. numpy, and nothing that could touch a trainer, a clock or a disk.
-    ("statistics", "history", "policies", "ledger", "guards", "judge", "controller"),
+    ("statistics", "history", "policies", "ledger", "guards", "judge", "hand", "controller"),
     # L2: what a run is told and what it says. pydantic, ruamel.yaml.
-    ("recipe", "journal", "story"),
+    ("recipe", "journal", "story", "commands"),
     # L3: sensing, acting, showing.
     ("logs", "trainer", "hooks", "tracking", "screen"),
     # L4: where trainer, adapter, controller and sinks meet.
-    ("testing", "doctor", "check", "replay", "advise", "run"),
+    ("testing", "doctor", "check", "replay", "advise", "run", "ctl"),
     # L5: many runs.
     ("sweep", "protocol", "report"),
     # L6: the command line.
@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": tuple(name for layer in LAYERS[1:] for name in layer),
     "pydantic": ("recipe", "hooks"),
     "ruamel": ("recipe", "hooks"),
-    "rich": ("screen", "check", "doctor", "replay", "advise", "run", "report", "cli"),
+    "rich": ("screen", "check", "doctor", "replay", "advise", "run", "ctl", "report", "cli"),
     "typer": ("cli",),
     "torch": ("trainer",),
     "transformers": ("trainer",),
