@@ -551,6 +551,10 @@ class Controller:
         regulated = {policy.id: policy.moves for policy in self.policies if policy.moves}
         return hand.obey(self.ledger, command, applied, self.pace, regulated)
 
+    def hand_state(self) -> dict[str, Any]:
+        """What a human's hand holds: paused or not, and the real knobs that are pinned."""
+        return {"paused": self.ledger.paused, "pinned": list(self.ledger.pinned)}
+
     def _remember_shadow(self, decision: Decision) -> None:
         """In shadow nothing is applied: only the cooldown runs, so that the log stays readable."""
         for change in decision.changes:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.controller import Controller, ControlSettings
-from autotune.decisions import Decision, applied_from_json, to_json
+from autotune.decisions import Decision, applied_from_json, command_from_json, to_json
 from autotune.doctor import policies_hash
 from autotune.errors import InputError, JournalError
 from autotune.journal import Line, inspect_journal, plain, winning_lines
@@ -131,6 +131,8 @@ def _warnings(header: Line, torn: str) -> list[str]:
 
 def _pairs(controller: Controller, lines: Sequence[Line]) -> Iterator[Pair]:
     for line in lines:
+        if line["type"] == "command" and line.get("outcome") == "done":
+            controller.obey(command_from_json(line), [applied_from_json(a) for a in line["applied"]])
         if line["type"] != "rollout":
             continue
         decision = controller.step(Snapshot.from_json(numbers(line["snapshot"])))

@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from autotune import doctor
+from autotune.commands import Inbox
 from autotune.controller import Controller, ControlSettings
 from autotune.decisions import to_json
 from autotune.errors import AutotuneError, ControlStop, InputError
 from autotune.hooks.loop import ControlLoop
 from autotune.hooks.native import NativeAdapter
-from autotune.journal import Journal, Line, inspect_journal
+from autotune.journal import Journal, Line, inspect_journal, winning_lines
 from autotune.recipe import Recipe
 from autotune.screen import RunScreen, print_summary
 from autotune.tracking import Delivery, FeederHandle, start_feeder
@@ -208,9 +209,10 @@ class _Session:
             self.adapter = adapter = NativeAdapter(trainer)
             self.controller = self._controller(adapter)
             self._restore(trainer.restored_state or {})
+            inbox = self._inbox(trainer)
             self._first_lines(trainer, adapter)
             feeder = self._feeder()
-            loop = ControlLoop(adapter, self.controller, journal, (self._show,))
+            loop = ControlLoop(adapter, self.controller, journal, (self._show,), inbox)
             with self._screen(adapter):
                 status, error = self._train(trainer, loop)
         return self._close(status, error, feeder)
@@ -277,6 +279,11 @@ class _Session:
             self.adapter.load_state_dict(state["adapter"])
         if self.controller and "controller" in state:
             self.controller.load_state_dict(state["controller"])
+
+    def _inbox(self, trainer: Trainer) -> Inbox:
+        """Commands of `autotune ctl`; those from behind the checkpoint are obeyed again in their places."""
+        before = winning_lines(inspect_journal(self.folder / JOURNAL).lines)
+        return Inbox(self.folder, before, trainer.rollout)
 
     def _first_lines(self, trainer: Trainer, adapter: NativeAdapter) -> None:
         before = inspect_journal(self.folder / JOURNAL).lines

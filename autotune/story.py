@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -163,9 +163,7 @@ def _mismatch(applied: Line) -> bool:
 
 def _verdicts(decision: Line, rollout: int) -> Iterator[Event]:
     for verdict in decision.get("verdicts", ()):
-        back: Line = next(
-            (c for c in decision.get("changes", ()) if _takes_back(verdict, c)), {}
-        )
+        back: Line = next((c for c in decision.get("changes", ()) if _takes_back(verdict, c)), {})
         yield Event(
             rollout, What.VERDICT, verdict["reason"], verdict["rule"], verdict["knob"],
             back.get("before"), back.get("after"), outcome=verdict["outcome"],
@@ -207,12 +205,22 @@ class Story:
         elif kind == "checkpoint":
             self.checkpoints.append(line)
         elif kind == "command":
-            self.commands.append(_command(line))
+            self._add_command(line)
         elif kind == "resumed":
-            self.resumed.append(int(line.get("from", line.get("rollout", 0))))
+            start = int(line.get("from", line.get("rollout", 0)))
+            self.resumed.append(start)
+            self.commands = [c for c in self.commands if c.rollout <= start]  # later ones are told again
             self.end = None
         elif kind == "end":
             self.end = line
+
+    def _add_command(self, line: Line) -> None:
+        """What was said, and what a `set` did to the vector that the next rollout uses."""
+        self.commands.append(_command(line))
+        applied = line.get("applied") or []
+        if self.last is not None and line.get("outcome") == "done" and applied:
+            knobs = {**self.last.next_knobs, **{a["knob"]: a["read_back"] for a in applied}}
+            self.rows[self.last.rollout] = replace(self.last, next_knobs=knobs)
 
     def _add_evaluation(self, line: Line) -> None:
         rollout = int(line.get("rollout", 0))
@@ -268,8 +276,13 @@ class Story:
 
 
 def _command(line: Line) -> Event:
-    words = [str(line.get(k)) for k in ("command", "name", "knob", "value") if line.get(k) is not None]
-    return Event(int(line.get("rollout", 0)), What.COMMAND, " ".join(words) or "a human's command")
+    """`set kl_coef=0.01: set: kl_coef = 0.01`, or what was refused and why."""
+    values = [f"{knob}={value:g}" for knob, value in (line.get("values") or {}).items()]
+    words = " ".join([str(line.get("command", "")), *(line.get("knobs") or ()), *values]).strip()
+    outcome = "refused: " if line.get("outcome") == "refused" else ""
+    reason = line.get("reason") or ""
+    told = (words or "a command") + (f": {outcome}{reason}" if reason else "")
+    return Event(int(line.get("rollout", 0)), What.COMMAND, told)
 
 
 @dataclass(frozen=True, slots=True)

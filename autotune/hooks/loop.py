@@ -2,11 +2,13 @@
 
     trainer finishes rollout t
         adapter.read        raw metrics -> Snapshot: what is known, and what must not be believed
+        hand.before         a human's pause and pins, when there are any (`autotune ctl`)
         controller.step     Snapshot -> Decision: rules propose, guards limit, the past is judged
         adapter.restore     weights from before the damage, when the decision says so
         adapter.apply       all knobs or none, then read back: in force from rollout t+1
         controller.confirm  what really happened goes back to the controller
         journal.append      one line; what is not written down did not happen
+        hand.after          a human's set, resume and unpin
         observers           screen and friends: they may fail, the run does not
     trainer starts rollout t+1
 
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 from autotune.decisions import Applied, Decision, to_json
 from autotune.errors import ControlStop, RunError
 from autotune.hooks.base import Adapter, vector_digest
+from autotune.hooks.obey import Hand, Inbox
 from autotune.metrics import Snapshot
 
 
@@ -59,6 +62,7 @@ class ControlLoop:
         controller: Controller | None,
         journal: Journal,
         observers: Sequence[Callable[[dict[str, Any]], None]] = (),
+        inbox: Inbox | None = None,
     ) -> None:
         self.adapter = adapter
         self.controller = controller
@@ -69,6 +73,7 @@ class ControlLoop:
         self.hook_seconds: list[float] = []
         """Wall time of every `on_rollout`, journal and observers included."""
         self._next_rollout = 0
+        self._hand = Hand(adapter, controller, inbox, self._apply, self._tell)
 
     def on_rollout(self, raw: Any) -> Decision | None:
         """Handle one finished rollout.
@@ -84,16 +89,20 @@ class ControlLoop:
         """
         started = perf_counter()
         snapshot = self.adapter.read(raw, self._next_rollout)
+        self._hand.before(snapshot.rollout + 1)
         decision = self.controller.step(snapshot) if self.controller else None
         decision = self.adapter.broadcast(decision)
         outcome = self._act(decision)
         times = {**_phases(raw), "hook": perf_counter() - started}
         payload = _payload(snapshot, decision, outcome, times)
-        self._show(self.journal.append("rollout", snapshot.rollout, payload))
+        self._tell("rollout", snapshot.rollout, payload)
         self._next_rollout = snapshot.rollout + 1
+        stop = decision.stop if decision and decision.act else ""
+        if not stop:
+            self._hand.after(self._next_rollout, snapshot.epoch)
         self.hook_seconds.append(perf_counter() - started)
-        if decision and decision.act and decision.stop:
-            raise ControlStop(decision.stop)
+        if stop:
+            raise ControlStop(stop)
         return decision
 
     def _act(self, decision: Decision | None) -> Outcome:
@@ -124,9 +133,10 @@ class ControlLoop:
         self.adapter.apply({item.knob: before[item.knob] for item in known}, decision.epoch)
         after = self.adapter.knobs()
         error = "ranks read back different vectors; the previous one was put back on all of them"
-        return [
-            dataclasses.replace(item, read_back=after[item.knob], error=error) for item in known
-        ]
+        return [dataclasses.replace(item, read_back=after[item.knob], error=error) for item in known]
+
+    def _tell(self, type: str, rollout: int, payload: Mapping[str, Any]) -> None:
+        self._show(self.journal.append(type, rollout, payload))
 
     def _show(self, line: dict[str, Any]) -> None:
         """Observers are fed last and may fail: a broken screen must not end a run."""
