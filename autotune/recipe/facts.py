@@ -12,7 +12,7 @@ from typing import Any
 from autotune.decisions import RunFacts
 from autotune.knobs import Capability, Liveness
 from autotune.metrics import METRICS, Validity
-from autotune.recipe.schema import Recipe
+from autotune.recipe.schema import ImportReward, ModelReward, Recipe, Reward
 
 NEXT = Capability(Liveness.NEXT_ROLLOUT)
 """The trainer reads all of its knobs at the top of every rollout, and none of them in between."""
@@ -62,8 +62,26 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
         metric_capability=_metric_capability(recipe),
         lr_warmup=recipe.trainer.lr_schedule.warmup,
         staleness=0,
-        reward_maximum=sum(max(reward.weight, 0.0) for reward in recipe.rewards),
+        reward_maximum=reward_maximum(recipe),
     )
+
+
+def reward_maximum(recipe: Recipe) -> float | None:
+    """Largest total that a response can get; None when a component has no known upper end."""
+    tops = [(reward.weight, _component_range(reward)) for reward in recipe.rewards if reward.weight]
+    ends = [high if weight > 0 else low for weight, (low, high) in tops]
+    if any(end is None for end in ends):
+        return None
+    return sum(weight * end for (weight, _), end in zip(tops, ends, strict=True) if end is not None)
+
+
+def _component_range(reward: Reward) -> tuple[float | None, float | None]:
+    """(lowest, highest) score of a component; None where nobody knows."""
+    if isinstance(reward, ImportReward):
+        return None, reward.maximum
+    if isinstance(reward, ModelReward):  # the probability of a label, or a logit without bounds
+        return (None, None) if reward.label is None else (0.0, 1.0)
+    return 0.0, 1.0
 
 
 def _knob_capability(recipe: Recipe) -> dict[str, Capability]:

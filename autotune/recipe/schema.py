@@ -50,6 +50,8 @@ class SumsTask(Section):
     largest: Annotated[int, Field(ge=1)] = 9
     prompts: Count = 4096
     """Prompts in the training set; held-out ones are disjoint."""
+    system_prompt: str | None = None
+    """Message before the user's; needs a tokenizer with a chat template."""
 
 
 class ReasoningGymTask(Section):
@@ -59,50 +61,118 @@ class ReasoningGymTask(Section):
     name: str
     size: Count = 2048
     config: dict[str, Any] = Field(default_factory=dict)
+    """The generator's own settings; they win over `difficulty`."""
+    difficulty: Annotated[int, Field(ge=0)] | dict[str, Annotated[int, Field(ge=0)]] | None = None
+    """Level of the task's own curriculum: one for all of its attributes, or attribute -> level."""
+    system_prompt: str | None = None
+    """Message before the user's; needs a tokenizer with a chat template."""
 
 
-class JsonlTask(Section):
-    """A user's own prompts: one JSON object a line."""
+class FileTask(Section):
+    """A user's own prompts in a file; the fields that JSONL and Parquet share."""
 
-    type: Literal["jsonl"] = "jsonl"
     path: str
     prompt_column: str = "prompt"
+    """Text, or a list of chat messages; `a.b` is field `b` of column `a`."""
     answer_column: str = "answer"
     eval_path: str | None = None
     """Held-out file; without it `eval_fraction` of the prompts is held out by hash."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     chat_template: bool = False
     """Wrap the prompt as one user message of the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """Message before the user's; needs `chat_template: true`."""
+
+
+class JsonlTask(FileTask):
+    """One JSON object a line."""
+
+    type: Literal["jsonl"] = "jsonl"
+
+
+class ParquetTask(FileTask):
+    """One Parquet file, read with pyarrow."""
+
+    type: Literal["parquet"] = "parquet"
 
 
 Task = Annotated[
-    DigitsTask | SumsTask | ReasoningGymTask | JsonlTask, Field(discriminator="type")
+    DigitsTask | SumsTask | ReasoningGymTask | JsonlTask | ParquetTask, Field(discriminator="type")
 ]
 
 
-class ExactMatchReward(Section):
+class RewardSection(Section):
+    """One term of the reward: total = sum of weight x score, as the scores are, not normalised."""
+
+    weight: float = 1.0
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    """The component is logged as `reward/<name>`; without it, its type."""
+
+
+class ExactMatchReward(RewardSection):
     """1 when the response, stripped, equals the answer."""
 
     type: Literal["exact_match"] = "exact_match"
-    weight: float = 1.0
 
 
-class RegexReward(Section):
+class RegexReward(RewardSection):
     """1 when `pattern`'s last match in the response (first group, if any) equals the answer."""
 
     type: Literal["regex"] = "regex"
     pattern: str
-    weight: float = 1.0
 
 
-class TaskReward(Section):
+class TaskReward(RewardSection):
     """The task's own scorer (reasoning-gym's `score_answer`)."""
 
     type: Literal["task"] = "task"
-    weight: float = 1.0
 
 
-Reward = Annotated[ExactMatchReward | RegexReward | TaskReward, Field(discriminator="type")]
+class MathVerifyReward(RewardSection):
+    """1 when the response's last expression is mathematically equal to the answer's (math-verify)."""
+
+    type: Literal["math_verify"] = "math_verify"
+    time_limit: Positive = 5.0
+    """Seconds for one response; beyond it the response is not scorable."""
+
+
+class ModelReward(RewardSection):
+    """The score of a sequence classifier (a reward model) for prompt and response."""
+
+    type: Literal["model"] = "model"
+    path: str
+    """A folder as `save_pretrained` writes it, or a hub id."""
+    label: str | Annotated[int, Field(ge=0)] | None = None
+    """With several labels: the one whose probability is the reward. With one label it is its logit."""
+    template: Literal["auto", "chat", "pair", "response"] = "auto"
+    """What the model reads: its own chat template, a text pair, or the response alone."""
+    max_length: Annotated[int, Field(ge=8)] | None = None
+    """Tokens of prompt and response; longer ones lose their beginning. Default: what the model can."""
+    batch_size: Count = 32
+    """Responses per forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class ImportReward(RewardSection):
+    """A Python function of the user's, run in a process of its own."""
+
+    type: Literal["import"] = "import"
+    function: str
+    """`package.module:function` or `path/to/file.py:function`."""
+    allow_code: bool = False
+    """Permission to run that code; without it nothing starts."""
+    time_limit: Positive = 10.0
+    """Seconds for one call; beyond it the process is killed and the responses are not scorable."""
+    batch_size: Count = 1
+    """Responses per call. A call that fails is repeated response by response."""
+    maximum: float | None = None
+    """Largest score that it can give, where known: tells a saturated reward from a stalled one."""
+
+
+Reward = Annotated[
+    ExactMatchReward | RegexReward | TaskReward | MathVerifyReward | ModelReward | ImportReward,
+    Field(discriminator="type"),
+]
 
 
 class KlSection(Section):
@@ -146,6 +216,8 @@ class TrainerSection(Section):
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     max_prompt_length: Count = 16
+    prompt_cut: Literal["left", "drop", "error"] = "left"
+    """Prompts longer than `max_prompt_length` lose their beginning, are passed over, or are refused."""
     max_response_length: Count = 8
     temperature: Positive = 1.0
     entropy_coef: NonNegative = 0.0
