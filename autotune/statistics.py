@@ -226,8 +226,12 @@ def _kendall_variance(y: np.ndarray) -> float:
     return (n * (n - 1) * (2 * n + 5) - tied) / 18
 
 
-LEVEL_ERRORS = 2.0
+LEVEL_ERRORS = 2.5
 """A median of n values is uncertain by 1.25 / sqrt(n) standard deviations; this much is allowed for."""
+
+
+SMALL_SAMPLE = 6.0
+"""The spread of n values may be luckily small: it is taken as 1 + this / n times as wide."""
 
 
 @dataclass
@@ -248,9 +252,9 @@ class Cusum:
     """-1 notices falls, +1 rises."""
     k: float = 0.5
     h: float = 8.0
-    least: int = 20
+    least: int = 4
     """Values that a baseline needs."""
-    reach: int = 60
+    reach: int = 120
     most: float = 4.0
     floor: float = 0.0
     """Smallest standard deviation of one sample, where it is known."""
@@ -279,13 +283,13 @@ class Cusum:
     def _measure(self) -> tuple[float, float, float]:
         """Level, standard deviation and lag-1 memory of the recent values, around their own trend.
 
-        The level is the end of their trend line, but never on the near side of a fall: a rise is not
-        extrapolated into a promise that a plateau breaks.
+        The level is their median and not the end of the trend: a rise is no promise that a plateau breaks.
         """
-        values = self._recent
-        slope = theil_sen(values).slope
+        values, half = self._recent, len(self._recent) // 2
+        slope = (median(values[-half:]) - median(values[:half])) / (len(values) - half)
         flat = residuals(values, slope)
-        return median(values), max(mad_sd(flat), self.floor), max(autocorrelation(flat), 0.0)
+        spread = mad_sd(flat) * (1 + SMALL_SAMPLE / len(values))
+        return median(values), max(spread, self.floor), max(autocorrelation(flat), 0.0)
 
     def _residual(self, value: float, level: float, spread: float, rho: float) -> float:
         innovation = (value - level) - rho * (self._recent[-1] - level)
