@@ -3,6 +3,7 @@
     plant      the arithmetic of one rollout, fitted to real runs
     fake       FakeTrainer: the plant with a trainer's outside, and its adapter
     faults     what can be broken on purpose
+    worlds     causes and sensors that the plant itself has not: GPU memory, a critic, stale data
     contracts  AdapterContract and PolicyContract: subclass them in your own tests
 
 Importing this package loads numpy and nothing heavier.

@@ -39,7 +39,7 @@ class FakeLive(LiveKnobs):
 
     def __init__(self, knobs: Mapping[str, float], faults: Sequence[Fault] = ()) -> None:
         super().__init__(knobs, has_reference=knobs["kl_coef"] != 0.0)
-        self._faults = tuple(faults)
+        self._faults = tuple(f for f in faults if type(f).on_set is not Fault.on_set)
 
     def set_many(self, values: Mapping[str, float]) -> dict[str, float]:
         """Set several knobs: one transaction, unless a fault breaks it into single steps.
@@ -176,7 +176,7 @@ class FakeTrainer(NativeAdapter):
 
     def facts(self) -> RunFacts:
         reference = self.recipe_knobs["kl_coef"] != 0.0
-        return RunFacts(
+        facts = RunFacts(
             rollouts=self.rollouts,
             world_size=1,
             algorithm="grpo",
@@ -189,6 +189,9 @@ class FakeTrainer(NativeAdapter):
             lr_warmup=self.lr_warmup,
             reward_maximum=1.0,
         )
+        for fault in self.faults:
+            facts = fault.on_facts(facts)
+        return facts
 
 
 def _with_aliases(knobs: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Faults to inject into `FakeTrainer`: each a small object that breaks one thing.
 
-A fault may act at three points, and does nothing at the others:
+A fault may act at four points, and does nothing at the others:
 
+    on_facts(facts)              what the run says of itself before it starts
     before_rollout(trainer, t)   the world changes behind the controller's back
     on_set(knob, value)          the actuator: another value, None (ignored), or `AdapterError`
     on_record(record)            the sensor: another record
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from autotune.decisions import RunFacts
 from autotune.errors import AdapterError
 from autotune.trainer.records import RolloutRecord
 
@@ -31,6 +33,10 @@ FOREVER = 1 << 60
 
 class Fault:
     """Base of all faults: breaks nothing."""
+
+    def on_facts(self, facts: RunFacts) -> RunFacts:
+        """What the run says of itself."""
+        return facts
 
     def before_rollout(self, trainer: FakeTrainer, rollout: int) -> None:
         """Called before rollout `rollout` samples."""
