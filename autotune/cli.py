@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -130,6 +131,52 @@ def replay(
         else:
             print_replay(_console(), result)
     if result.altered or not (result.equal or result.other_rules):
+        raise typer.Exit(1)
+
+
+class Action(StrEnum):
+    """What `autotune ctl` can do."""
+
+    STATUS = "status"
+    PAUSE = "pause"
+    RESUME = "resume"
+    PIN = "pin"
+    UNPIN = "unpin"
+    SET = "set"
+
+
+@app.command()
+def ctl(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    action: Annotated[Action, typer.Argument(help="What to do.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KNOB | KNOB=VALUE]...", help="Knobs for pin and unpin, values for set."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for the outcome; 0 does not wait.")
+    ] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Lay a hand on a live run: look at it, pause its controller, pin a knob, set one."""
+    with exits(as_json):
+        from autotune.ctl import command, print_status, report, status
+
+        if action is Action.STATUS:
+            found = status(folder)
+            if as_json:
+                _print_json(report(found))
+            else:
+                print_status(_console(), found)
+            return
+        answer = command(folder, str(action), arguments or [], timeout)
+        if as_json:
+            _print_json({"done": answer.done, "message": answer.message, "line": answer.line})
+        else:
+            style = "green" if answer.done else "yellow" if answer.line is None else "red"
+            sign = "✓" if answer.done else "·" if answer.line is None else "✗"
+            _console().print(Text(f"{sign} {answer.message}", style), soft_wrap=True)
+    if not answer.done and timeout > 0:
         raise typer.Exit(1)
 
 
