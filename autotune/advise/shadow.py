@@ -1,0 +1,204 @@
+"""A log through the controller: the same rules, guards and clock as in a live run, nothing applied.
+
+The clock is the rollout as the log shows it; a row that averages several trainer steps is one rollout of
+the controller, and everything is reported in the trainer's own step counter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.advise.known import Known, gather
+from autotune.controller import Controller
+from autotune.decisions import Decision, State
+from autotune.hooks.base import FrozenDetector
+from autotune.logs import Log, Reader, Survey, open_log, survey
+from autotune.logs.rollouts import Observed
+from autotune.metrics import Reading, Snapshot, Validity
+from autotune.recipe.schema import Recipe
+
+WATCHED = ("reward_mean", "kl_ref", "kl_step", "clip_ratio", "entropy", "truncated_fraction", "zero_std_fraction", "reward_std")
+"""Metrics that the verdict looks at over the whole log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One thing that the controller said: an action it would have taken, an alarm or an emergency."""
+
+    kind: str
+    """`action`, `alarm`, `advice`, `hold` or `emergency`."""
+    index: int
+    step: float
+    rule: str
+    reason: str
+    knob: str = ""
+    before: float | None = None
+    after: float | None = None
+
+    def change(self) -> str:
+        if not self.knob or self.before is None or self.after is None:
+            return ""
+        return f"{self.knob} {self.before:.3g} -> {self.after:.3g}"
+
+
+@dataclass
+class Shadow:
+    """One log and everything that was made of it."""
+
+    log: Log
+    survey: Survey
+    known: Known
+    reader: Reader
+    controller: Controller
+    said: list[Said] = field(default_factory=list)
+    silent: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, array[float]] = field(default_factory=lambda: {n: array("d") for n in WATCHED})
+    """Metric -> one number a rollout, NaN where it was not valid."""
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    faults: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Metric that was not finite -> first step, reason."""
+    frozen: FrozenDetector = field(default_factory=FrozenDetector)
+    _holding: str = ""
+    _emergency_at: int = -(10**9)
+
+    def run(
+        self,
+        follow: Callable[[], bool] | None = None,
+        on_rollout: Callable[[list[Said]], None] | None = None,
+    ) -> Shadow:
+        """Read the log to its end (or as long as `follow` says), deciding at every rollout."""
+        for observed in self.reader.rollouts(follow):
+            news = self._said(observed, self.controller.step(self._snapshot(observed)))
+            self.said += news
+            if on_rollout is not None:
+                on_rollout(news)
+        return self
+
+    # ---- sensing -----------------------------------------------------------------------------
+
+    def _snapshot(self, observed: Observed) -> Snapshot:
+        readings = self._structural(observed.readings())
+        fine = {n: r for n, r in readings.items() if r.value is not None and float(f"{r.value:.4g}") != r.value}
+        judged = self.frozen.check(fine, self.known.responses)  # printed decimals repeat by themselves
+        readings |= {n: r for n, r in judged.items() if r.validity is Validity.FROZEN}
+        self._remember(observed, readings)
+        knobs = {**self.known.facts.knobs, **{k: v for k, v in observed.knobs.items() if k == "kl_coef"}}
+        return Snapshot(observed.index, knobs, readings, per_update={n: tuple(v) for n, v in observed.lists.items()})
+
+    def _structural(self, readings: dict[str, Reading]) -> dict[str, Reading]:
+        for name, capability in self.known.facts.metric_capability.items():
+            if capability.state != Validity.VALID:
+                readings[name] = Reading(None, Validity(capability.state), capability.reason)
+            elif name not in readings:
+                readings[name] = Reading(None, Validity.MISSING, f"{name} was not in this row")
+        return readings
+
+    def _remember(self, observed: Observed, readings: Mapping[str, Reading]) -> None:
+        self.steps.append(observed.step)
+        for name, column in self.columns.items():
+            value = readings[name].value if name in readings else None
+            column.append(float("nan") if value is None else value)
+        for name, reading in readings.items():
+            if reading.validity is Validity.NON_FINITE:
+                self.faults.setdefault(name, (observed.step, reading.reason))
+
+    # ---- what it says ------------------------------------------------------------------------
+
+    def _said(self, observed: Observed, decision: Decision) -> list[Said]:
+        self._note_silence(decision)
+        news = [*self._emergencies(observed, decision), *self._actions(observed, decision)]
+        for alarm in decision.alarms:
+            news += self._alarm(observed, alarm, emergency=decision.state is State.EMERGENCY)
+        if not any(a.startswith("hold: ") for a in decision.alarms):
+            self._holding = ""
+        return news
+
+    def _note_silence(self, decision: Decision) -> None:
+        for rule, reason in decision.silent.items():
+            if reason:
+                self.silent[rule] = reason
+            else:
+                self.silent.pop(rule, None)
+
+    def _emergencies(self, observed: Observed, decision: Decision) -> list[Said]:
+        """Only the first of an episode: in shadow nothing is restored, so the sign goes on standing."""
+        if decision.state is not State.EMERGENCY or decision.restore is None:
+            return []
+        fresh = observed.index - self._emergency_at > self.controller.pace.window
+        self._emergency_at = observed.index
+        if not fresh:
+            return []
+        cut = next((c for c in decision.changes if c.knob == "actor_learning_rate"), None)
+        before, after = (cut.before, cut.after) if cut else (None, None)
+        back = "undo this rollout" if decision.restore.kind == "undo" else "back to the checkpoint before it"
+        reason = f"{decision.restore.reason}: {back}"
+        knob = "actor_learning_rate" if cut else ""
+        rule = decision.alarms[0].split(":", 1)[0] if decision.alarms else "X2"
+        return [Said("emergency", observed.index, observed.step, rule, reason, knob, before, after)]
+
+    def _actions(self, observed: Observed, decision: Decision) -> list[Said]:
+        if decision.state is State.EMERGENCY:
+            return []
+        scale = {n: self.known.averaged for n in ("train_batch_size", "ppo_mini_batch_size")}
+        return [
+            Said(
+                "action",
+                observed.index,
+                observed.step,
+                change.rule,
+                change.reason,
+                change.knob,
+                change.before / scale.get(change.knob, 1),
+                change.after / scale.get(change.knob, 1),
+            )
+            for change in decision.changes
+        ]
+
+    def _alarm(self, observed: Observed, text: str, *, emergency: bool) -> list[Said]:
+        if text.startswith("hold: "):
+            fresh = not self._holding
+            self._holding = text
+            return [self._say("hold", observed, "", text[6:])] if fresh else []
+        if text.startswith("advice "):
+            rule, _, reason = text[7:].partition(": ")
+            return [self._say("advice", observed, rule, reason)]
+        rule, colon, reason = text.partition(": ")
+        if not colon or " " in rule:
+            rule, reason = "", text
+        in_episode = observed.index - self._emergency_at <= self.controller.pace.window
+        if rule == "X2" and (emergency or in_episode):
+            return []
+        return [self._say("alarm", observed, rule, reason)]
+
+    @staticmethod
+    def _say(kind: str, observed: Observed, rule: str, reason: str) -> Said:
+        return Said(kind, observed.index, observed.step, rule, reason)
+
+    def of(self, kind: str) -> list[Said]:
+        return [s for s in self.said if s.kind == kind]
+
+
+def prepare(
+    path: Path | str,
+    *,
+    recipe: Recipe | None = None,
+    knobs: Mapping[str, float] | None = None,
+    mapping: Mapping[str, str] | None = None,
+    trainer: str = "",
+    run: str = "",
+) -> Shadow:
+    """Survey a log and set a controller before it; nothing is decided yet."""
+    log = open_log(path, run)
+    found = survey(log, mapping, trainer)
+    known = gather(found, recipe, knobs or {})
+    cap = known.known.get("max_response_length", 0.0)
+    return Shadow(log, found, known, Reader(found, cap), Controller(known.settings, known.facts))
+
+
+def advise(path: Path | str, **options: Any) -> Shadow:
+    """A finished log from its first rollout to its last; options as for `prepare`."""
+    return prepare(path, **options).run()

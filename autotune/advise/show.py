@@ -1,0 +1,151 @@
+"""The advice for people and for programs: the verdict first, then what would have been done, then the gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autotune.advise.shadow import Said, Shadow
+from autotune.advise.verdict import Kind, Verdict
+from autotune.decisions import to_json
+
+STYLES: dict[Kind, tuple[str, str]] = {
+    Kind.HEALTHY: ("✓", "bold green"),
+    Kind.TIMID: ("▽", "bold yellow"),
+    Kind.AGGRESSIVE: ("△", "bold yellow"),
+    Kind.COLLAPSING: ("✗", "bold red"),
+    Kind.NO_SIGNAL: ("•", "bold yellow"),
+    Kind.CANNOT_TELL: ("?", "bold cyan"),
+}
+MARKS: dict[str, str] = {"emergency": "red", "action": "green", "alarm": "yellow", "advice": "cyan", "hold": "dim"}
+MOST = 20
+"""Lines of one kind that are shown before the rest is counted."""
+
+
+def report(shadow: Shadow, found: Verdict) -> dict[str, Any]:
+    """Everything as JSON types."""
+    log = shadow.survey
+    return {
+        "verdict": {
+            "kind": str(found.kind),
+            "since_step": found.since,
+            "headline": found.headline,
+            "evidence": found.evidence,
+        },
+        "log": {
+            "path": str(shadow.log.path),
+            "format": shadow.log.format,
+            "trainer": log.trainer,
+            "rows": log.rows,
+            "rollouts": len(shadow.steps),
+            "steps_per_row": log.steps_per_row,
+            "metrics": {c.ours: {"key": k, "scale": c.scale, "estimator": c.estimator} for k, c in log.plan.items()},
+        },
+        "said": [to_json(s) for s in shadow.said],
+        "silent": silent(shadow),
+        "unseen": unseen(shadow),
+        "knobs": shadow.known.known,
+        "not_known": shadow.known.unknown,
+        "noise": shadow.known.noise_words,
+        "unknown_keys": log.unknown,
+        "unused_keys": log.unused,
+        "notes": [*shadow.known.notes, *shadow.log.hints.remarks, *_reading_notes(shadow)],
+    }
+
+
+def silent(shadow: Shadow) -> dict[str, str]:
+    """Rule of the profile -> why it could not speak."""
+    on = {p.id for p in shadow.controller.policies} | set(_profile(shadow))
+    reasons = {**shadow.silent, **shadow.known.silent}
+    return {rule: why for rule, why in sorted(reasons.items()) if rule in on}
+
+
+def _profile(shadow: Shadow) -> Sequence[str]:
+    from autotune.policies import PROFILES
+
+    return PROFILES[shadow.known.settings.profile]
+
+
+def unseen(shadow: Shadow) -> dict[str, str]:
+    """Metrics that some rule needs and this log does not hold, with the reason."""
+    wanted = {m for p in shadow.controller.policies for m in p.needs} | {"kl_step", "learning_rate"}
+    table = shadow.known.facts.metric_capability
+    return {m: table[m].reason for m in sorted(wanted) if m in table and table[m].reason}
+
+
+def _reading_notes(shadow: Shadow) -> list[str]:
+    notes = []
+    if shadow.reader.orphans:
+        notes.append(f"{shadow.reader.orphans} row(s) came before the first rollout and were left out")
+    if shadow.reader.restarts:
+        notes.append(f"the step counter ran backwards {shadow.reader.restarts} time(s): several runs in one log?")
+    return notes
+
+
+# --------------------------------------------------------------------------------- on a terminal
+
+
+def print_advice(console: Console, shadow: Shadow, found: Verdict) -> None:
+    """The whole advice, readable from top to bottom."""
+    print_verdict(console, found)
+    for line in found.evidence:
+        console.print(Text(f"    {line}", "dim"))
+    console.print(Text(f"  {_source_words(shadow)}", "dim"))
+    _print_said(console, shadow.said)
+    _print_gaps(console, shadow)
+
+
+def print_verdict(console: Console, found: Verdict) -> None:
+    sign, style = STYLES[found.kind]
+    console.print(Text.assemble((f"{sign} {found.title}", style), ": ", found.headline))
+
+
+def _source_words(shadow: Shadow) -> str:
+    log = shadow.survey
+    per = f", {log.steps_per_row} trainer steps a row" if log.steps_per_row > 1 else ""
+    trainer = f" of {log.trainer}" if log.trainer else ""
+    return f"{shadow.log.format}{trainer}: {log.rows} rows, {len(shadow.steps)} rollouts{per}"
+
+
+def said_line(item: Said) -> Text:
+    """One line of what was said."""
+    words = f"{item.change()}  " if item.change() else ""
+    return Text.assemble(
+        (f"  step {item.step:<8g}", "cyan"),
+        (f"{item.kind:<10}", MARKS[item.kind]),
+        (f"{item.rule:<5}", "bold"),
+        (words, "bold"),
+        item.reason,
+    )
+
+
+def _print_said(console: Console, said: Sequence[Said]) -> None:
+    console.print(Text("\nWhat it would have done", "bold"))
+    if not said:
+        console.print("  nothing")
+    for item in said[:MOST]:
+        console.print(said_line(item))
+    if len(said) > MOST:
+        console.print(Text(f"  … and {len(said) - MOST} more; --json has them all", "dim"))
+
+
+def _print_gaps(console: Console, shadow: Shadow) -> None:
+    console.print(Text("\nWhat it could not see", "bold"))
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    for why in dict.fromkeys(silent(shadow).values()):
+        rules = ", ".join(rule for rule, reason in silent(shadow).items() if reason == why)
+        table.add_row(Text(f"  {rules}", "yellow"), Text(why))
+    table.add_row(Text("  noise", "yellow"), Text(f"the reward's noise floor stands on {shadow.known.noise_words}"))
+    if shadow.survey.unknown:
+        table.add_row(Text("  keys", "yellow"), Text(f"unknown, not used: {', '.join(sorted(shadow.survey.unknown))}"))
+    odd = {k: why for k, why in shadow.survey.unused.items() if why}
+    for key, why in odd.items():
+        table.add_row(Text(f"  {key}", "yellow"), Text(why))
+    for note in (*shadow.known.notes, *shadow.log.hints.remarks, *_reading_notes(shadow)):
+        table.add_row(Text("  note", "yellow"), Text(note))
+    console.print(table)

@@ -1,0 +1,206 @@
+"""Which kind of log a path is, and its rows.
+
+A folder is an MLflow run or holds TensorBoard events; a file is SQLite, an event file, one JSON document,
+or lines of text. Text is decided line by line, so that a console log with a header, progress bars and
+metric lines in between is one log. `follow` makes the rows of a growing file endless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune.errors import InputError
+from autotune.logs import sources
+from autotune.logs.header import HeaderReader, Hints
+from autotune.logs.lines import (
+    Row,
+    Table,
+    dict_line,
+    journal_line,
+    json_line,
+    swift_line,
+    unprefixed,
+    verl_line,
+)
+
+Parser = Callable[[str], Row | None]
+
+_LINE_FORMATS: dict[str, Parser] = {
+    "autotune journal": journal_line,
+    "printed dicts": dict_line,
+    "JSONL": json_line,
+    "verl console": verl_line,
+    "Megatron/ms-swift console": swift_line,
+}
+_SUMMARY = "train_runtime"
+"""HF prints one row with this key when training is over."""
+
+
+@dataclass
+class Log:
+    """One log: where it is, what kind, and what its header said so far."""
+
+    path: Path
+    format: str
+    run: str = ""
+    """Run id or name inside an MLflow database."""
+    hints: Hints = field(default_factory=Hints)
+
+    def rows(self, follow: Callable[[], bool] | None = None) -> Iterator[Row]:
+        """Every row from the start; `follow` is asked at the end of the file whether to wait on."""
+        if self.format in _DOCUMENTS:
+            yield from self._documents(follow)
+        else:
+            yield from self._lines(follow)
+
+    def _documents(self, follow: Callable[[], bool] | None) -> Iterator[Row]:
+        """Whole documents have no tail: they are read again and the rows already seen left out."""
+        seen = 0
+        while True:
+            for count, row in enumerate(_DOCUMENTS[self.format](self), start=1):
+                if count > seen:
+                    seen = count
+                    if _SUMMARY in row:
+                        self.hints.finished = True
+                    else:
+                        yield row
+            if follow is None or not follow():
+                return
+
+    def _lines(self, follow: Callable[[], bool] | None) -> Iterator[Row]:
+        header, table, parser = HeaderReader(self.hints), Table(), None
+        is_table = self.format.startswith("table")
+        for line in _text_lines(self.path, follow):
+            if is_table:
+                row = table(line)
+            else:
+                row = parser(line) if parser else None
+                if row is None:
+                    row, found = _any_format(line)
+                    parser = found or parser
+            if row is None:
+                if not is_table:
+                    header.feed(line)
+            elif _SUMMARY in row:
+                self.hints.finished = True
+            else:
+                if "_total_steps" in row:
+                    self.hints.total_steps = int(row.pop("_total_steps"))
+                yield row
+        header.finish()
+
+
+def _any_format(line: str) -> tuple[Row | None, Parser | None]:
+    if "{'actor_rollout_ref'" in line:
+        return None, None  # a configuration dump, not a row
+    for parser in _LINE_FORMATS.values():
+        row = parser(line)
+        if row:
+            return row, parser
+    return None, None
+
+
+def _text_lines(path: Path, follow: Callable[[], bool] | None) -> Iterator[str]:
+    """Lines without their ends; progress bars rewrite theirs with carriage returns."""
+    rest = ""
+    with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+        while True:
+            chunk = stream.readline()
+            if chunk and (chunk.endswith("\n") or follow is None):
+                whole, rest = rest + chunk, ""
+                yield from whole.rstrip("\r\n").split("\r") if "\r" in whole else (whole.rstrip("\n"),)
+            elif chunk:
+                rest += chunk  # a half-written line: wait for its end
+            elif follow is None or not follow():
+                if rest:
+                    yield rest
+                return
+
+
+_DOCUMENTS: dict[str, Callable[[Log], Iterator[Row]]] = {
+    "JSON": lambda log: sources.json_rows(log.path, log.hints),
+    "MLflow run folder": lambda log: sources.mlflow_folder(log.path, log.hints),
+    "MLflow database": lambda log: sources.mlflow_sqlite(log.path, log.run, log.hints),
+    "TensorBoard events": lambda log: sources.tensorboard_rows(log.path),
+}
+
+
+def open_log(path: Path | str, run: str = "") -> Log:
+    """Find out what a log is.
+
+    Args:
+        path: a file or a folder.
+        run: id or name of the run inside an MLflow database.
+
+    Raises:
+        InputError: there is nothing at this path, or nothing that could be a log.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _folder(path, run)
+    if not path.is_file():
+        raise InputError(f"there is no log at {path}; expected a log file, an MLflow run or an event folder")
+    return Log(path, _file_format(path), run)
+
+
+def _folder(path: Path, run: str) -> Log:
+    if (path / "metrics").is_dir():
+        return Log(path, "MLflow run folder")
+    for name in ("journal.jsonl", "trainer_state.json", "mlflow.db"):
+        if (path / name).is_file():
+            return open_log(path / name, run)
+    if next(path.rglob("events.out.tfevents.*"), None) is not None:
+        return Log(path, "TensorBoard events")
+    raise InputError(
+        f"{path} holds no log that can be read: expected metrics/ (an MLflow run), trainer_state.json,"
+        " mlflow.db or events.out.tfevents.* files"
+    )
+
+
+def _file_format(path: Path) -> str:
+    if "tfevents" in path.name:
+        return "TensorBoard events"
+    with path.open("rb") as stream:
+        start = stream.read(65536)
+    if start.startswith(b"SQLite format 3"):
+        return "MLflow database"
+    if b"\0" in start:
+        raise InputError(f"{path} is a binary file; expected text, an MLflow database or TensorBoard events")
+    return _text_format(path, start.decode("utf-8", "replace"))
+
+
+def _text_format(path: Path, start: str) -> str:
+    lines = [line for line in start.replace("\r", "\n").split("\n") if line.strip()]
+    if not lines:
+        raise InputError(f"{path} is empty; expected metric lines")
+    first = lines[0].strip()
+    if path.suffix == ".json" or first in ("{", "[") or (first.startswith("[") and first[1:].strip()[:1] == "{"):
+        return "JSON" if json_line(first) is None or len(lines) == 1 else "JSONL"
+    for line in lines:
+        row, parser = _any_format(unprefixed(line))
+        if row and parser:
+            return next(name for name, one in _LINE_FORMATS.items() if one is parser)
+    return _table_format(path, lines) or "text without metric lines"
+
+
+def _table_format(path: Path, lines: list[str]) -> str:
+    table = Table()
+    rows = [row for line in lines[:4] if (row := table(line))]
+    if not rows or (path.suffix not in (".csv", ".tsv", ".md") and len(table.header) < 3):
+        return ""
+    return "table (Markdown)" if table.sep == "|" else "table (CSV)"
+
+
+def waiter(seconds: float, stop_when: Callable[[], bool] = lambda: False) -> Callable[[], bool]:
+    """A `follow` for `Log.rows`: sleeps and answers True until `stop_when`."""
+
+    def wait() -> bool:
+        if stop_when():
+            return False
+        time.sleep(seconds)
+        return True
+
+    return wait
