@@ -46,6 +46,7 @@ LIMITS: dict[Key, tuple[float, str]] = {
     ("trainer", "max_prompt_length"): (1 << 20, "tokens"),
     ("trainer", "max_response_length"): (1 << 20, "tokens"),
     ("trainer", "actor_learning_rate"): (1.0, ""),
+    ("trainer", "critic_learning_rate"): (1.0, ""),
     ("trainer", "kl_coef"): (100.0, ""),
     ("trainer", "entropy_coef"): (100.0, ""),
     ("trainer", "temperature"): (100.0, ""),
@@ -158,8 +159,49 @@ def _adam(recipe: Recipe) -> Found:
 
 
 def _lora(recipe: Recipe) -> Found:
-    if recipe.model.lora is not None:
-        yield ("model", "lora"), "adapters are not trained by this version; remove the section"
+    for index, name in enumerate(recipe.model.lora.targets if recipe.model.lora else ()):
+        if not name.strip():
+            yield (
+                ("model", "lora", "targets", index),
+                f"received {name!r}; expected a layer's name such as q_proj; leave targets out for all",
+            )
+
+
+def _group(recipe: Recipe) -> Found:
+    t = recipe.trainer
+    if t.rollout_n < 2 and not t.has_critic:
+        yield (
+            ("trainer", "rollout_n"),
+            f"received {t.rollout_n}; expected at least 2: {t.algorithm} compares the responses to one"
+            " prompt with each other; only algorithm: ppo can do with 1",
+        )
+    if t.dynamic_sampling and t.has_critic:
+        yield (
+            ("trainer", "dynamic_sampling"),
+            f"received {t.dynamic_sampling}; expected 0 with algorithm: ppo, whose critic learns from"
+            " groups with equal rewards too",
+        )
+
+
+def _critic(recipe: Recipe) -> Found:
+    t = recipe.trainer
+    for name in ("critic_learning_rate", "critic"):
+        if not t.has_critic and name in t.model_fields_set:
+            yield (
+                ("trainer", name),
+                f"received {explain.shown(getattr(t, name))}; algorithm {t.algorithm} has no critic;"
+                " set algorithm: ppo or remove the line",
+            )
+
+
+def _kl(recipe: Recipe) -> Found:
+    kl = recipe.trainer.kl
+    if kl.placement == "reward" and kl.estimator != "k1":
+        yield (
+            ("trainer", "kl", "estimator"),
+            f"received {kl.estimator} with placement: reward; expected k1, the only one that gives the"
+            " KL's gradient there; remove the line, or set placement: loss",
+        )
 
 
 def _run_dir(recipe: Recipe) -> Found:
@@ -403,6 +445,9 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _clip_range,
     _adam,
     _lora,
+    _group,
+    _critic,
+    _kl,
     _run_dir,
     _pins,
     _policies,

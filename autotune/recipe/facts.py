@@ -17,8 +17,9 @@ from autotune.recipe.schema import ImportReward, ModelReward, Recipe, Reward
 NEXT = Capability(Liveness.NEXT_ROLLOUT)
 """The trainer reads all of its knobs at the top of every rollout, and none of them in between."""
 
+NO_CRITIC = "there is no critic: algorithm is not ppo"
+
 NOT_MEASURED: dict[str, str] = {
-    "value_loss": "there is no critic",
     "gpu_memory_fraction": "this trainer has no GPU memory meter",
     "gpu_utilization": "this trainer has no GPU utilization meter",
     "data_age": "sampling and updating alternate, so data is always fresh",
@@ -29,6 +30,7 @@ def knob_vector(recipe: Recipe) -> dict[str, float]:
     """Every knob of this recipe by its real name; without a critic its rate is absent."""
     t = recipe.trainer
     samples = t.train_batch_size * t.rollout_n
+    critic = {"critic_learning_rate": t.critic_rate()} if t.has_critic else {}
     return {
         "train_batch_size": t.train_batch_size,
         "rollout_n": t.rollout_n,
@@ -41,6 +43,7 @@ def knob_vector(recipe: Recipe) -> dict[str, float]:
         "clip_range_low": t.clip_low(),
         "clip_range_high": t.clip_high(),
         "actor_learning_rate": t.actor_learning_rate,
+        **critic,
         "max_prompt_length": t.max_prompt_length,
         "max_response_length": t.max_response_length,
         "temperature": t.temperature,
@@ -54,9 +57,9 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
         rollouts=recipe.trainer.rollouts,
         world_size=world_size,
         algorithm=recipe.trainer.algorithm,
-        loss_kind="token",
+        loss_kind=recipe.trainer.loss_kind,
         has_reference=recipe.trainer.kl_coef > 0,
-        has_critic=False,
+        has_critic=recipe.trainer.has_critic,
         knobs=knob_vector(recipe),
         knob_capability=_knob_capability(recipe),
         metric_capability=_metric_capability(recipe),
@@ -86,7 +89,8 @@ def _component_range(reward: Reward) -> tuple[float | None, float | None]:
 
 def _knob_capability(recipe: Recipe) -> dict[str, Capability]:
     table = dict.fromkeys(knob_vector(recipe), NEXT)
-    table["critic_learning_rate"] = Capability(Liveness.UNAVAILABLE, "there is no critic")
+    if not recipe.trainer.has_critic:
+        table["critic_learning_rate"] = Capability(Liveness.UNAVAILABLE, NO_CRITIC)
     if recipe.trainer.kl_coef == 0:
         reason = "kl_coef is 0, so no reference model is built"
         table["kl_coef"] = Capability(Liveness.UNAVAILABLE, reason)
@@ -96,6 +100,8 @@ def _knob_capability(recipe: Recipe) -> dict[str, Capability]:
 def _metric_capability(recipe: Recipe) -> dict[str, Capability]:
     table = {name: Capability(Validity.VALID) for name in METRICS}
     table |= {n: Capability(Validity.NOT_LOGGED, reason) for n, reason in NOT_MEASURED.items()}
+    if not recipe.trainer.has_critic:
+        table["value_loss"] = Capability(Validity.NOT_LOGGED, NO_CRITIC)
     if recipe.trainer.kl_coef == 0:
         reason = "kl_coef is 0, so no reference model is built"
         table["kl_ref"] = Capability(Validity.NOT_LOGGED, reason)

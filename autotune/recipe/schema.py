@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -23,8 +23,13 @@ class Section(BaseModel):
 
 
 class LoraSection(Section):
+    """Train low-rank adapters (peft) beside frozen weights; the reference is the model without them."""
+
     rank: Count = 16
     alpha: Positive = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get an adapter, such as `q_proj`; none means every linear layer."""
 
 
 class ModelSection(Section):
@@ -176,8 +181,34 @@ Reward = Annotated[
 
 
 class KlSection(Section):
+    """How the KL to the reference is estimated, and where it acts: in one place, never in both."""
+
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    placement: Literal["loss"] = "loss"
+    """In the reward the default is k1, the only one whose score-function gradient is the KL's."""
+    placement: Literal["loss", "reward"] = "loss"
+    """`reward` takes `kl_coef` x KL of the sampling weights off the reward: per token with a critic,
+    summed over the response without. The logged `reward_mean` stays the task's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator_of_the_reward(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("placement") == "reward":
+            return {"estimator": "k1", **data}
+        return data
+
+
+class CriticSection(Section):
+    """The value model of `algorithm: ppo`; its learning rate is `critic_learning_rate`."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """0 trusts the critic's next value alone, 1 the whole return."""
+    value_clip: Positive | None = 0.2
+    """A value may move this far from its old one, in reward units, before its loss stops falling;
+    null does not clip."""
+    whiten: bool = True
+    """Advantages of a rollout get mean 0 and standard deviation 1 over its response tokens."""
 
 
 class LrScheduleSection(Section):
@@ -186,16 +217,38 @@ class LrScheduleSection(Section):
     """Rollouts of linear warm-up."""
 
 
+CLIP_RANGES: dict[str, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),  # clip-higher: rare tokens may grow further
+    "gspo": (3e-4, 4e-4),  # a mean over a long response hardly moves; short ones want more
+    "rloo": (0.2, 0.2),
+    "ppo": (0.2, 0.2),
+}
+"""Algorithm -> low and high clip range where the recipe gives none, as published."""
+
+LOSS_AVERAGES: dict[str, str] = {
+    "grpo": "tokens",  # verl's and OpenRLHF's habit; `responses` is the paper's
+    "dr_grpo": "length",
+    "dapo": "tokens",
+    "gspo": "responses",
+    "rloo": "tokens",
+    "ppo": "tokens",
+}
+"""Algorithm -> `loss_average` where the recipe gives none."""
+
+
 class TrainerSection(Section):
     """Everything the trainer obeys. Batch sizes name their unit; see `autotune.knobs`."""
 
-    algorithm: Literal["grpo"] = "grpo"
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"] = "grpo"
+    """Who is compared with whom, and what is clipped: `autotune.trainer.algorithms`."""
     rollouts: Count = 60
     """Length of the run: rounds of sampling and updating."""
     train_batch_size: Count = 64
     """Prompts per rollout."""
-    rollout_n: Annotated[int, Field(ge=2)] = 8
-    """Responses per prompt: the group size of GRPO."""
+    rollout_n: Count = 8
+    """Responses per prompt: the group that a response is compared with; 1 is for `ppo` only."""
     ppo_mini_batch_size: Count = 16
     """Prompts per optimizer step."""
     ppo_epochs: Count = 1
@@ -206,11 +259,20 @@ class TrainerSection(Section):
     kl_coef: NonNegative = 0.005
     """Weight of the KL to the reference; 0 builds no reference model."""
     kl: KlSection = KlSection()
+    loss_average: Literal["tokens", "responses", "length"] | None = None
+    """What weighs the same in a mini-batch: every token, every response, or every token of
+    max_response_length x responses; unset, as the algorithm has it (`LOSS_AVERAGES`)."""
+    dynamic_sampling: Annotated[int, Field(ge=0, le=64)] = 0
+    """Further rounds of sampling at most in which groups without signal (all rewards equal) are
+    replaced by new prompts, as in DAPO; 0 is off. Rewards and lengths are logged over all draws."""
     clip_range: Positive | None = None
-    """Both sides at once; the default is 0.2."""
+    """Both sides at once; unset, as the algorithm has it (`CLIP_RANGES`), usually 0.2."""
     clip_range_low: Positive | None = None
     clip_range_high: Positive | None = None
     actor_learning_rate: Positive = 3.0e-4
+    critic_learning_rate: Positive | None = None
+    """Of `ppo`'s critic; unset, twice the actor's. Both follow `lr_schedule`."""
+    critic: CriticSection = CriticSection()
     lr_schedule: LrScheduleSection = LrScheduleSection()
     adam_betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: NonNegative = 0.0
@@ -227,10 +289,25 @@ class TrainerSection(Section):
     """Keep last rollout's weights and moments until the controller has answered."""
 
     def clip_low(self) -> float:
-        return self.clip_range_low or self.clip_range or 0.2
+        return self.clip_range_low or self.clip_range or CLIP_RANGES[self.algorithm][0]
 
     def clip_high(self) -> float:
-        return self.clip_range_high or self.clip_range or 0.2
+        return self.clip_range_high or self.clip_range or CLIP_RANGES[self.algorithm][1]
+
+    def average(self) -> str:
+        return self.loss_average or LOSS_AVERAGES[self.algorithm]
+
+    def critic_rate(self) -> float:
+        return self.critic_learning_rate or 2.0 * self.actor_learning_rate
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm == "ppo"
+
+    @property
+    def loss_kind(self) -> Literal["token", "sequence"]:
+        """What a policy ratio belongs to: a token, or a whole response."""
+        return "sequence" if self.algorithm == "gspo" else "token"
 
 
 class RolloutSection(Section):
@@ -258,7 +335,10 @@ class ControlSection(Section):
     """Who decides, by which rules. On its own this is a `control.yaml` for other trainers."""
 
     mode: Literal["off", "shadow", "act"] = "act"
-    profile: Literal["recommended", "documented", "literal"] = "recommended"
+    profile: Literal[
+        "recommended", "documented", "literal", "fixed", "random", "adaptive_kl", "adaptive_entropy"
+    ] = "recommended"
+    """The rules that are on; the last four are what the rules are measured against."""
     pace: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"
     """Scale of warm-up, windows and cooldowns; auto is rollouts / 1000 within [0.1, 1]."""
     pin: tuple[str, ...] = ()
