@@ -68,7 +68,7 @@ def gguf_file(name: str) -> Path:
 
 
 def _packaged_gguf(name: str) -> Path:
-    spec = importlib.util.find_spec(GGUF_PACKAGES[name])
+    spec = importlib.util.find_spec(name.replace("-", "_"))
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
