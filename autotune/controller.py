@@ -46,7 +46,7 @@ from autotune.judge import due, judge, judge_engagement
 from autotune.knobs import KNOBS, expand
 from autotune.ledger import Ledger, Move, Probation
 from autotune.metrics import Snapshot, Validity
-from autotune.policies import PROFILES, build_policies
+from autotune.policies import PROFILES, UNGUARDED, build_policies
 from autotune.policies.base import (
     Advice,
     Alarm,
@@ -74,6 +74,8 @@ class ControlSettings:
     pace: str | float = "auto"
     pin: Sequence[str] = ()
     policies: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str | None = None
+    """A schedule that takes the controller's place; the controller itself does not read it."""
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
@@ -196,6 +198,7 @@ class Controller:
             engagements=self.ledger.engagements,
             anchors=self.ledger.anchors,
             last_moves=self.ledger.last_moves,
+            memory=self.ledger.memory,
             emergencies=self.ledger.emergencies,
             vetoes=self.ledger.vetoes,
             pinned=self.pinned | frozenset(self.ledger.contested),
@@ -242,6 +245,9 @@ class Controller:
                 silent[policy.id] = reason
             else:
                 answers.append((policy, policy.propose(ctx)))
+                kept = policy.remember(ctx)
+                if kept is not None:
+                    self.ledger.memory[policy.id] = kept
         news = {rule: why for rule, why in silent.items() if self.ledger.silent.get(rule) != why}
         news |= {rule: "" for rule in self.ledger.silent if rule not in silent}  # it can speak again
         self.ledger.silent = silent
@@ -382,7 +388,7 @@ class Controller:
     def _objection(self, ctx: Context, proposal: Proposal, hold: str, granted: Change | None) -> Veto | None:
         if granted is not None:
             return Veto(proposal, "priority", f"{granted.rule} on {granted.knob} goes first")
-        guards = ALWAYS if self.settings.profile == "literal" else GUARDS
+        guards = ALWAYS if self.settings.profile in UNGUARDED else GUARDS
         question = Question(proposal, ctx, self.ledger, tuple(self.ledger.pinned), hold)
         objection = first_objection(question, guards)
         return Veto(proposal, *objection) if objection else None

@@ -53,6 +53,8 @@ class Ledger:
     anchors: dict[str, float] = field(default_factory=dict)
     """Regulator -> knob value at which the run was last seen healthy."""
     last_moves: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    """Rule -> the number that it carries from rollout to rollout."""
     moves: list[Move] = field(default_factory=list)
     cooldown_until: int = 0
     locks: dict[str, int] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 `PROFILES` says which rules are on: `documented` is the two documents behind the guards,
 `recommended` adds X1-X5, `literal` is the documents with no guards, for study. The optional watchers
-(XC, XE, XL, XM, XR, XT, XZ) are off until a recipe switches them on.
+(XC, XE, XL, XM, XR, XT, XZ) are off until a recipe switches them on. The other profiles are what the
+rules are measured against: `fixed` has no rule, the others one baseline each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from autotune.errors import InputError
 from autotune.policies.base import Policy
+from autotune.policies.baselines import AdaptiveEntropy, AdaptiveKl, RandomMoves
 from autotune.policies.batch import ClipTooHigh, ClipTooLow, UpdatesInGoldenRange
 from autotune.policies.clip import HardlyAnyClipped, TooMuchClipped
 from autotune.policies.collapse import VetoAndCollapse
@@ -64,6 +66,9 @@ POLICIES: dict[str, type[Policy]] = {
     "XR": ResetReference,
     "XT": TemperatureOff,
     "XZ": NoSignal,
+    "random": RandomMoves,
+    "adaptive_kl": AdaptiveKl,
+    "adaptive_entropy": AdaptiveEntropy,
 }
 
 _A = ("A1", "A2", "A3", "A4", "A6")
@@ -74,7 +79,15 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "documented": _DOCUMENTED,
     "recommended": (*_DOCUMENTED, "X1", "X2", "X3", "X4", "X5"),
     "literal": _DOCUMENTED,
+    "fixed": (),
+    "random": ("random",),
+    "adaptive_kl": ("adaptive_kl",),
+    "adaptive_entropy": ("adaptive_entropy",),
 }
+
+BASELINES = ("fixed", "random", "adaptive_kl", "adaptive_entropy")
+UNGUARDED = ("literal", "adaptive_kl", "adaptive_entropy")
+"""Profiles whose rules act at once: no warm-up, no cooldown, no probation."""
 
 
 def build_policies(profile: str, overrides: Mapping[str, Any]) -> tuple[Policy, ...]:

@@ -143,6 +143,8 @@ class Context:
     """Real knobs that must not be touched."""
     literal: bool = False
     """Study mode: the documents by their letter, without the harm and plateau guards."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Rule -> the number that it carried over from the last rollout."""
     gain_sd: float = 2.0
     """Smallest gain of interest over a trend window, in noise standard deviations."""
 
@@ -298,6 +300,11 @@ class Policy:
         """The rule itself; called only when every metric in `needs` is valid at this rollout."""
         raise NotImplementedError
 
+    def remember(self, ctx: Context) -> float | None:
+        """A number that the rule carries to the next rollout, part of the controller's saved state."""
+        del ctx
+        return None
+
     def resting(self, ctx: Context) -> bool:
         """For a regulator that has moved: whether what it watches is back in its band."""
         del ctx
@@ -349,8 +356,18 @@ def kl_movement(ctx: Context, share: float) -> Movement:
 
 
 def kl_steady(ctx: Context) -> bool:
-    """Whether KL is proven not to move by itself: nothing is wound down while it still rises."""
-    return kl_movement(ctx, 0.5) is Movement.PLATEAU
+    """Whether KL is proven not to move by itself: nothing is wound down while it still rises.
+
+    A plateau of half its level leaves room for a slow climb, so a proven rise by a tenth in a trend window,
+    over twice as much as that where it was seen under the present coefficient, objects as well.
+    """
+    if kl_movement(ctx, 0.5) is not Movement.PLATEAU:
+        return False
+    seen = ctx.history.values("kl_ref", ctx.under("kl_coef", n=2 * ctx.pace.trend))
+    if len(seen) < 3:
+        return True
+    climb = theil_sen(seen)
+    return climb.low <= 0 or climb.slope * ctx.pace.trend < 0.1 * median(seen)
 
 
 def no_reference(facts: RunFacts) -> str:
