@@ -30,7 +30,7 @@ from autotune.errors import JournalError
 
 VERSION = 1
 RESERVED = ("v", "type", "rollout", "prev")
-TYPES = ("header", "rollout", "checkpoint", "eval", "restore", "resumed", "command", "end")
+TYPES = ("header", "rollout", "checkpoint", "eval", "restore", "resumed", "command", "schedule", "end")
 START = "0" * 64
 """`prev` of the first line."""
 
@@ -265,8 +265,8 @@ def _superseded(line: Line, start: int) -> bool:
 
 
 def _put(kept: list[Line], line: Line) -> None:
-    """Append, or take the place of the same checkpoint or evaluation made twice."""
-    if line["type"] in ("checkpoint", "eval"):
+    """Append, or take the place of the same checkpoint, evaluation or start made twice."""
+    if line["type"] in ("checkpoint", "eval", "schedule"):
         for index, old in enumerate(kept):
             if (old["type"], old["rollout"]) == (line["type"], line["rollout"]):
                 kept[index] = line

@@ -37,8 +37,9 @@ from autotune.decisions import to_json
 from autotune.errors import AutotuneError, ControlStop, InputError
 from autotune.hooks.loop import ControlLoop
 from autotune.hooks.native import NativeAdapter
+from autotune.hooks.schedule import ScheduleFollower
 from autotune.journal import Journal, Line, inspect_journal, winning_lines
-from autotune.recipe import Recipe
+from autotune.recipe import KnobSchedule, Recipe, load_schedule
 from autotune.screen import RunScreen, print_summary
 from autotune.tracking import Delivery, FeederHandle, start_feeder
 
@@ -199,7 +200,7 @@ class _Session:
     on_phase: OnPhase | None
     console: Console
     adapter: NativeAdapter | None = None
-    controller: Controller | None = None
+    controller: Controller | ScheduleFollower | None = None
     observers: list[Observer] = field(default_factory=list)
 
     def run(self) -> RunResult:
@@ -211,6 +212,7 @@ class _Session:
             self._restore(trainer.restored_state or {})
             inbox = self._inbox(trainer)
             self._first_lines(trainer, adapter)
+            self._begin_schedule(trainer, adapter)
             feeder = self._feeder()
             loop = ControlLoop(adapter, self.controller, journal, (self._show,), inbox)
             with self._screen(adapter):
@@ -268,10 +270,26 @@ class _Session:
         checkpoints = (self.folder / "checkpoints").glob("rollout-*")
         return any(checkpoints) or any(line["type"] == "rollout" for line in lines)
 
-    def _controller(self, adapter: NativeAdapter) -> Controller | None:
+    def _controller(self, adapter: NativeAdapter) -> Controller | ScheduleFollower | None:
+        if self.recipe.control.schedule is not None:
+            return ScheduleFollower(self._schedule(self.recipe.control.schedule))
         if self.recipe.control.mode == "off":
             return None
         return Controller(ControlSettings(**self.recipe.control.model_dump()), adapter.facts())
+
+    def _schedule(self, path: str) -> KnobSchedule:
+        """The schedule as the run was started with it; its file may have changed since."""
+        header = next((ln for ln in inspect_journal(self.folder / JOURNAL).lines if "schedule" in ln), None)
+        schedule = KnobSchedule.model_validate(header["schedule"]) if header else load_schedule(path)
+        if warning := schedule.warning():
+            self.console.print(f"• {warning}", style="yellow", markup=False)
+        return schedule
+
+    def _begin_schedule(self, trainer: Trainer, adapter: NativeAdapter) -> None:
+        """Rollout 0's vector is in force before rollout 0, and the journal says how it read back."""
+        if isinstance(self.controller, ScheduleFollower) and trainer.rollout == 0:
+            applied = self.controller.begin(adapter)
+            self._append("schedule", 0, {"applied": [to_json(item) for item in applied]})
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Put back what a checkpoint keeps for the parts that are not the trainer."""
@@ -295,8 +313,14 @@ class _Session:
             "recipe": self.recipe.model_dump(mode="json"),
             "facts": to_json(adapter.facts()),
             "environment": json.loads((self.folder / ENVIRONMENT).read_text("utf-8")),
+            **self._followed(),
         })  # fmt: skip
         self.journal.sync()
+
+    def _followed(self) -> dict[str, Any]:
+        """The schedule itself goes into the header, so that the journal can be replayed alone."""
+        follows = isinstance(self.controller, ScheduleFollower)
+        return {"schedule": self.controller.schedule.model_dump(mode="json")} if follows else {}
 
     def _resumed_lines(self, trainer: Trainer, before: list[Line]) -> None:
         payload: dict[str, Any] = {"from": trainer.rollout, "at": _now()}

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import RecipeError
 from autotune.knobs import ALIASES, KNOBS, batch_problems, divisors, fit_micro_batch
 from autotune.recipe import explain
 from autotune.recipe.facts import knob_vector
+from autotune.recipe.schedule import KnobSchedule, load_schedule
 from autotune.recipe.schema import (
     JsonlTask,
     Recipe,
@@ -94,7 +96,9 @@ def _batches_wrong(recipe: Recipe, wrong: set[Key]) -> bool:
 
 def find_beside(data: dict[str, Any], folder: Path) -> None:
     """Point relative model and data paths that exist beside the recipe at those very files."""
-    task, model = data.get("task"), data.get("model")
+    task, model, control = data.get("task"), data.get("model"), data.get("control")
+    if isinstance(control, dict) and isinstance(control.get("schedule"), str):
+        control["schedule"] = _beside(control["schedule"], folder)
     if isinstance(task, dict) and task.get("type") == "jsonl":
         for name in ("path", "eval_path"):
             if isinstance(task.get(name), str):
@@ -232,6 +236,31 @@ def _pins(recipe: Recipe) -> Found:
             near = explain.nearest(name, names)
             hint = f"did you mean {near}?" if near else f"knobs: {', '.join(names)}"
             yield ("control", "pin", index), f"received {name!r}, which is no knob; {hint}"
+
+
+def _schedule(recipe: Recipe) -> Found:
+    """The file of a schedule, and whether this recipe's trainer could use its vectors."""
+    if recipe.control.schedule is None:
+        return
+    key: Key = ("control", "schedule")
+    if recipe.control.mode != "act":
+        yield key, f"is followed in mode act only, and control.mode is {recipe.control.mode}"
+    try:
+        schedule = load_schedule(recipe.control.schedule)
+    except RecipeError as error:
+        yield from ((key, str(problem)) for problem in error.problems)
+        return
+    strange = sorted(set(schedule.start) - set(knob_vector(recipe)))
+    if strange:
+        yield key, f"has {', '.join(strange)}, which this trainer does not have"
+    if recipe.trainer.kl_coef == 0 and any(s.get("kl_coef") for s in _vectors(schedule)):
+        yield key, "has kl_coef above 0, but this recipe's kl_coef is 0, so no reference model is built"
+    for vector in _vectors(schedule):
+        yield from ((key, f"{k}: {m}") for k, m in batch_problems({**knob_vector(recipe), **vector}, 1))
+
+
+def _vectors(schedule: KnobSchedule) -> Iterator[dict[str, float]]:
+    yield from (schedule.vector(at) for at in (0, *(step.rollout for step in schedule.changes)))
 
 
 def _policies(recipe: Recipe) -> Found:
@@ -450,6 +479,7 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _kl,
     _run_dir,
     _pins,
+    _schedule,
     _policies,
     _model,
     _offline,

@@ -345,6 +345,8 @@ class ControlSection(Section):
     """Knobs that the controller must not touch."""
     policies: dict[str, Literal["on", "off"] | bool | dict[str, Any]] = Field(default_factory=dict)
     """Rule id -> off, on, or a mapping of the rule's parameters."""
+    schedule: str | None = None
+    """A knob schedule to follow instead of a controller: a file of `autotune replay --export`."""
 
 
 class MlflowSection(Section):
