@@ -5,17 +5,19 @@ drift: the weights and moments from before these updates come back and the learn
 third. Live from the first rollout on; a model whose reward is already 0 after the first rollout can only
 be saved by the state from before it.
 
-*Collapse.* Two rewards running below `median - 4 x spread` of the rewards before them, or three wild
-gradient norms running, or the response length at 3x or half of its baseline with the reward falling: the
-last checkpoint from before the onset comes back with half the rate, a quarter the second time; the third
-stops the run. The first sign alone is an alarm. The spread is 1.4826 x MAD, never below the reward noise
-of P and G; the baseline is taken from before the sign, so the crash does not inflate it.
+*Collapse.* Two rewards running below `level - 4 x spread` of the rewards before them, or below half of
+their level where neither sampling nor any of them reached; or three wild gradient norms running; or the
+response length at 3x or half of its baseline with the reward falling. The last checkpoint from before
+the onset comes back with half the rate, a quarter the second time; the third stops the run. The first
+sign alone is an alarm. The spread is 1.4826 x MAD, never below the reward noise of P and G; the baseline
+is taken from before the sign, so the crash does not inflate it.
 
 Source: beyond the documents; measured on the embedded task and on public collapsing logs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,7 +61,11 @@ class VetoAndCollapse(Policy):
     """Newest of them that say what the reward was just before."""
     least: float = 0.01
     """Smallest spread, as a share of the level."""
+    half: float = 0.5
+    """A reward below this share of its level is a sign however wide the rewards were spread."""
     grad_z: float = 6.0
+    grad_least: float = 3.0
+    """A norm below this x the usual one is not wild: norms of healthy runs double while they learn."""
     long: float = 3.0
     short: float = 0.5
     most: int = 2
@@ -122,16 +128,30 @@ class VetoAndCollapse(Policy):
     def _reward_limit(self, ctx: Context, base: Sequence[Row], tail: Sequence[Row]) -> float:
         """Level - sds x spread of the rewards before the sign.
 
-        The level is the median of the newest few and the spread is taken around the baseline's own
+        The level is the median of the newest few, or of the whole baseline where that is higher: a slow
+        fall must not take its own yardstick along. The spread is taken around the baseline's own
         trend: a reward that climbs has a wide spread, and a dead model would hide in it. The spread is
         floored by the sampling noise of either side, and by a share of the level where both are nil
         (a constant reward that loses one answer has not collapsed).
         """
         rewards = [r["reward_mean"] for r in base]
-        level = median(rewards[-self.newest :])
+        level = max(median(rewards[-self.newest :]), median(rewards))
         slope = theil_sen(rewards).slope if len(rewards) >= 3 else 0.0
-        noise = max(self._noise(ctx, base), self._noise(ctx, tail), self.least * abs(level))
-        return level - self.sds * max(mad_sd(residuals(rewards, slope)), noise)
+        spreads = (self._noise(ctx, rows) for rows in (base, base[-self.newest :], tail))
+        noise = max(*spreads, self.least * abs(level))
+        limit = level - self.sds * max(mad_sd(residuals(rewards, slope)), noise)
+        return max(limit, self._half_limit(rewards, self._noise(ctx, base)))
+
+    def _half_limit(self, rewards: Sequence[float], noise: float) -> float:
+        """A few rewards can be spread as wide as their level, and a fall in two steps widens it too.
+
+        Then the limit is half of the baseline's level: if sampling does not reach it, if no reward of the
+        baseline was there, and if the reward's zero means something.
+        """
+        if len(rewards) < 3 or noise == 0 or min(rewards) < 0:
+            return -math.inf
+        level = median(rewards)
+        return min(self.half * level, level - self.sds * noise, min(rewards))
 
     def _noise(self, ctx: Context, rows: Sequence[Row]) -> float:
         stds = [r["reward_std"] for r in rows if "reward_std" in r]
@@ -140,10 +160,11 @@ class VetoAndCollapse(Policy):
 
     def _gradient(self, rows: Sequence[Row]) -> Sign | None:
         norms = [r["grad_norm"] for r in rows if "grad_norm" in r]
-        base, tail = norms[:-3], norms[-3:]
+        base, tail = [v for v in norms[:-3] if v > 0], norms[-3:]  # 0: a rollout without any signal
         if len(base) < 5:
             return None
-        limit = median(base) + self.grad_z * max(mad_sd(base), 0.1 * median(base))
+        usual = median(base)
+        limit = max(usual + self.grad_z * max(mad_sd(base), 0.1 * usual), self.grad_least * usual)
         wild = all(value > limit for value in tail)
         return Sign(f"grad_norm {tail[-1]:.3g} above {limit:.3g}", 3, 3) if wild else None
 

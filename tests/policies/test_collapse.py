@@ -77,7 +77,7 @@ def test_two_rewards_running_far_below_their_median_are_a_collapse(tail: list[fl
 
 def test_the_spread_is_the_mad_where_that_is_wider_than_the_noise() -> None:
     wide = [0.5, 0.2, 0.8] * 7  # MAD 0.3: four spreads below the median is out of reach
-    assert kind(ask(X2, run(23, reward_mean=[*wide, 0.0, 0.0]))) == "quiet"
+    assert kind(ask(X2, run(23, reward_mean=[*wide, 0.2, 0.2]))) == "quiet"
 
 
 def test_a_crash_to_zero_in_the_middle_of_a_climb_is_a_collapse() -> None:
@@ -123,8 +123,8 @@ def test_a_constant_reward_may_dip_by_one_response(usual: float, dip: float) -> 
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        ([2.39, 2.39, 2.39], "quiet"),  # median 1.5, floor of its spread a tenth of it
-        ([2.41, 2.41, 2.41], "collapse"),
+        ([4.49, 4.49, 4.49], "quiet"),  # three times the usual 1.5
+        ([4.51, 4.51, 4.51], "collapse"),
         ([9.0, 9.0], "quiet"),
         ([9.0, 1.5, 9.0], "quiet"),
     ],
@@ -136,6 +136,41 @@ def test_three_wild_gradient_norms_running_are_a_collapse(tail: list[float], exp
 def test_gradients_are_wild_only_against_five_usual_ones() -> None:
     assert kind(ask(X2, run(7, grad_norm=[1.5] * 4 + [9.0] * 3))) == "quiet"
     assert kind(ask(X2, run(8, grad_norm=[1.5] * 5 + [9.0] * 3))) == "collapse"
+
+
+def test_gradients_of_rollouts_without_signal_are_no_baseline() -> None:
+    """Trainers that print the last update's norm print 0 whenever no group had mixed rewards."""
+    norms = [0.0, 0.0, 1.5] * 4 + [1.6] * 3
+    assert kind(ask(X2, run(len(norms), grad_norm=norms))) == "quiet"
+
+
+FEW: list[float] = [0.4, 0.9, 0.4, 0.9]
+"""Level 0.65, and a spread so wide that four of it are out of reach."""
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [([0.33], "quiet"), ([0.32], "alarm"), ([0.32, 0.33], "quiet"), ([0.32, 0.32], "collapse")],
+)
+def test_half_of_the_level_is_a_sign_however_wide_the_few_rewards_were_spread(
+    tail: list[float], expected: str
+) -> None:
+    rewards: Series = [*FEW, *tail]
+    assert kind(ask(X2, run(len(rewards), reward_mean=rewards))) == expected
+
+
+@pytest.mark.parametrize(
+    ("rewards", "spread"),
+    [
+        ([*FEW, 0.3, 0.3], 4.0),  # sampling alone reaches it
+        ([*FEW, 0.3, 0.3], None),  # what sampling reaches is not known
+        ([0.4, 0.9, -0.1, 0.9, 0.3, 0.3], 0.5),  # a reward whose zero means nothing
+        ([*FEW, 0.2, *FEW, 0.3, 0.3], 0.5),  # the baseline has been there
+    ],
+)
+def test_half_of_the_level_is_not_always_a_sign(rewards: list[float], spread: float | None) -> None:
+    snapshots = run(len(rewards), reward_mean=rewards, reward_std=spread)
+    assert kind(ask(X2, snapshots)) == "quiet"
 
 
 SINKING: list[float] = [0.6 - 0.02 * k for k in range(10)]
