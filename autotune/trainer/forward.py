@@ -41,17 +41,17 @@ class TokenBatch:
 def response_logits(model: nn.Module, batch: TokenBatch, temperature: float) -> Tensor:
     """Scaled logits that predict each response token, float32 [B, R, V]."""
     width = batch.response_ids.shape[1]
-    ids = torch.cat([batch.prompt_ids, batch.response_ids[:, :-1]], dim=1)  # [B, L + R - 1]
-    mask, positions = _mask_and_positions(batch.prompt_mask, width)
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        use_cache=False,
-        logits_to_keep=width,
-    )
+    output = model(**sequence_inputs(batch), use_cache=False, logits_to_keep=width)
     logits: Tensor = output.logits  # [B, R, V]
     return logits.float() / temperature
+
+
+def sequence_inputs(batch: TokenBatch) -> dict[str, Tensor | None]:
+    """Keyword arguments of a forward pass over prompt and response, its last token left out."""
+    width = batch.response_ids.shape[1]
+    ids = torch.cat([batch.prompt_ids, batch.response_ids[:, :-1]], dim=1)  # [B, L + R - 1]
+    mask, positions = _mask_and_positions(batch.prompt_mask, width)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
 
 def _mask_and_positions(prompt_mask: Tensor | None, width: int) -> tuple[Tensor | None, Tensor | None]:

@@ -12,6 +12,10 @@ With d = log-prob - old log-prob and r = exp(d), over response tokens:
     kl_step               mean of r - 1 - d: k3 of KL(sampling weights || weights now)
     kl_ref                mean of exp(e) - 1 - e with e = reference log-prob - log-prob
     policy_ratio          counts of r in 64 log-spaced bins over [1/8, 8] and two overflow bins
+    value_loss            the critic's clipped squared error / 2, token mean
+
+Where the ratio belongs to a whole response (GSPO), r is that one, and `clip_ratio`, the three shares
+and the histogram count responses; `kl_step` and `kl_ref` stay means over tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +27,14 @@ import torch
 from torch import Tensor
 
 from autotune.metrics import RATIO_BINS, RATIO_LIMIT
-from autotune.trainer.losses import clipped_branch_active, k3
+from autotune.trainer.losses import clipped_branch_active, k3, per_token, ratio_difference
 from autotune.trainer.ranks import Ranks
 
-UPDATE_SUMS = ("tokens", "clipped", "low", "in", "high", "kl_step", "kl_ref", "loss", "grad_norm")
+UPDATE_SUMS = (
+    *("tokens", "ratios", "clipped", "low", "in", "high"),
+    *("kl_step", "kl_ref", "loss", "grad_norm", "value_loss"),
+)
+"""`ratios` is how many there were: one per token, or one per response."""
 ROLLOUT_SUMS = ("tokens", "entropy", "kl_ref", "kl_mismatch", "last_tokens", "kl_step_last")
 _BINS = RATIO_BINS + 2
 
@@ -64,11 +72,21 @@ class Meters:
     """Accumulates one rollout's measurements."""
 
     def __init__(
-        self, updates: int, clip_low: float, clip_high: float, has_reference: bool, device: torch.device
+        self,
+        updates: int,
+        clip_low: float,
+        clip_high: float,
+        has_reference: bool,
+        device: torch.device,
+        *,
+        ratio: str = "token",
+        has_critic: bool = False,
     ) -> None:
         self._updates = updates
         self._clip = (clip_low, clip_high)
         self._has_reference = has_reference
+        self._has_critic = has_critic
+        self._ratio = ratio
         self._mismatch_known = False
         width = updates * len(UPDATE_SUMS) + 2 * _BINS + len(ROLLOUT_SUMS)
         self._buffer = torch.zeros(width, dtype=torch.float64, device=device)
@@ -113,27 +131,38 @@ class Meters:
         mask: Tensor,
         loss: Tensor,
     ) -> None:
-        """What one training forward saw; tensors [B, R], advantages [B], loss this rank's part."""
+        """What one training forward saw; tensors [B, R], advantages [B] or [B, R], loss our part."""
         difference = log_probs.detach() - old_log_probs  # [B, R]
-        ratio = difference.exp()  # [B, R]
-        low, high = self._clip
-        below, above = ratio < 1.0 - low, ratio > 1.0 + high  # [B, R]
-        clipped = clipped_branch_active(ratio, advantages[:, None], low, high)  # [B, R]
         row = self._rows[update]
-        for name, tokens in (
-            ("tokens", mask),
-            ("clipped", clipped & mask),
-            ("low", below & mask),
-            ("in", ~below & ~above & mask),
-            ("high", above & mask),
-        ):
-            self._add(row, UPDATE_SUMS, name, tokens.sum())
+        self._add(row, UPDATE_SUMS, "tokens", mask.sum())
+        self._add_ratios(update, difference, advantages, mask)
         self._add(row, UPDATE_SUMS, "kl_step", _masked_sum(_k3(difference), mask))
         if ref_log_probs is not None:
             kl = _k3(ref_log_probs - log_probs.detach())  # [B, R]
             self._add(row, UPDATE_SUMS, "kl_ref", _masked_sum(kl, mask))
         self._add(row, UPDATE_SUMS, "loss", loss.detach().double())
-        self._count_ratios(update, difference, mask)
+
+    def _add_ratios(self, update: int, difference: Tensor, advantages: Tensor, mask: Tensor) -> None:
+        """Shares and histogram of what is clipped: tokens [B, R], or responses [B, 1]."""
+        log_ratio = ratio_difference(difference, mask, self._ratio)  # [B, R] or [B, 1]
+        units = mask if self._ratio == "token" else mask.any(dim=1, keepdim=True)
+        ratio, (low, high) = log_ratio.exp(), self._clip
+        below, above = ratio < 1.0 - low, ratio > 1.0 + high
+        clipped = clipped_branch_active(ratio, per_token(advantages), low, high)
+        for name, chosen in (
+            ("ratios", units),
+            ("clipped", clipped & units),
+            ("low", below & units),
+            ("in", ~below & ~above & units),
+            ("high", above & units),
+        ):
+            self._add(self._rows[update], UPDATE_SUMS, name, chosen.sum())
+        self._count_ratios(update, log_ratio, units)
+
+    @torch.no_grad()
+    def add_value_loss(self, update: int, loss: Tensor) -> None:
+        """The critic's loss on one micro batch: this rank's part of the mini-batch's."""
+        self._add(self._rows[update], UPDATE_SUMS, "value_loss", loss.detach().double())
 
     @torch.no_grad()
     def add_step(self, update: int, grad_norm: Tensor, world_size: int) -> None:
@@ -172,19 +201,26 @@ class Meters:
 
     def _per_update(self, columns: dict[str, list[float]]) -> dict[str, list[float]]:
         shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
-        means = {**shares, "kl_step": "kl_step"} | ({"kl_ref": "kl_ref"} if self._has_reference else {})
-        counts = columns["tokens"]
+        means = dict.fromkeys(shares.values(), "ratios") | {"kl_step": "tokens"}
+        names = {column: name for name, column in shares.items()}
+        if self._has_reference:
+            means["kl_ref"] = "tokens"
         per_update = {
-            name: [_ratio(s, n) for s, n in zip(columns[column], counts, strict=True)]
-            for name, column in means.items()
+            names.get(column, column): [
+                _ratio(s, n) for s, n in zip(columns[column], columns[count], strict=True)
+            ]
+            for column, count in means.items()
         }
-        return per_update | {name: columns[name] for name in ("grad_norm", "loss")}
+        return per_update | {name: columns[name] for name in self._losses()}
+
+    def _losses(self) -> tuple[str, ...]:
+        return ("grad_norm", "loss", "value_loss") if self._has_critic else ("grad_norm", "loss")
 
     def _scalars(self, columns: dict[str, list[float]], sums: dict[str, float]) -> dict[str, float]:
-        counts = sum(columns["tokens"])
+        counts = sum(columns["ratios"])
         shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
         scalars = {name: _ratio(sum(columns[column]), counts) for name, column in shares.items()}
-        scalars |= {name: sum(columns[name]) / self._updates for name in ("grad_norm", "loss")}
+        scalars |= {name: sum(columns[name]) / self._updates for name in self._losses()}
         scalars["entropy"] = _ratio(sums["entropy"], sums["tokens"])
         scalars["kl_step"] = _ratio(sums["kl_step_last"], sums["last_tokens"])
         if self._has_reference:

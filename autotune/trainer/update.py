@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autotune.trainer.algorithms.ppo import value_loss
 from autotune.trainer.engine import Engine
 from autotune.trainer.forward import (
     TokenBatch,
     log_probs_and_entropy,
     response_log_probs,
 )
-from autotune.trainer.losses import LossKnobs, policy_loss
+from autotune.trainer.critic import Critic
+from autotune.trainer.losses import Counts, LossKnobs, policy_loss
 from autotune.trainer.meters import Meters
 from autotune.trainer.order import mini_batches
 from autotune.trainer.ranks import Ranks, Rows
@@ -47,6 +49,8 @@ class MiniBatch:
 
     micro: tuple[MicroBatch, ...]
     """This rank's part of it."""
+    rows: Rows
+    """Sample indices of all of it, over all ranks."""
     tokens: int
     """Response tokens over all ranks: the loss's normaliser."""
     signal: bool
@@ -59,11 +63,24 @@ class Experience:
 
     batch: TokenBatch
     advantages: Tensor
-    """[N]."""
+    """[N], or [N, R] from a critic."""
     old_log_probs: Tensor
     """Of the sampling weights, [N, R]."""
     ref_log_probs: Tensor | None
     """[N, R]."""
+    targets: ValueTargets | None = None
+    """None without a critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """What the critic learns from; everything [N, R] on the device."""
+
+    old_values: Tensor
+    """Before this rollout's updates."""
+    returns: Tensor
+    mask: Tensor
+    """Response tokens of the responses that could be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +118,14 @@ def make_plan(
     for prompts in order:
         rows = (prompts[:, None] * n + np.arange(n)).ravel()  # [mini n]: whole groups
         micro = _micro_batches(ranks.share(rows), lengths, knobs.micro_batch_size, device)
-        plan.append(MiniBatch(micro, int(lengths[rows].sum()), bool(nonzero[rows].any())))
+        plan.append(MiniBatch(micro, rows, int(lengths[rows].sum()), bool(nonzero[rows].any())))
     return plan
+
+
+def with_signal(plan: Sequence[MiniBatch], advantages: Tensor) -> list[MiniBatch]:
+    """The same plan, where each update knows whether these advantages [N] or [N, R] say something."""
+    nonzero = (advantages != 0).view(len(advantages), -1).any(dim=1).cpu().numpy()  # [N]
+    return [replace(mini, signal=bool(nonzero[mini.rows].any())) for mini in plan]
 
 
 def _micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
@@ -144,18 +167,28 @@ def score_samples(
 
 
 class Updater:
-    """Runs a plan on an engine and tells the meters what it saw."""
+    """Runs a plan on an engine, and on the critic's where there is one, and tells the meters."""
 
-    def __init__(self, engine: Engine, experience: Experience, knobs: LossKnobs, temperature: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        experience: Experience,
+        knobs: LossKnobs,
+        temperature: float,
+        critic: Critic | None = None,
+    ) -> None:
         self._engine = engine
         self._experience = experience
         self._knobs = knobs
         self._temperature = temperature
+        self._critic = critic
 
     def run(self, plan: Sequence[MiniBatch], meters: Meters) -> Iterator[bool]:
         """One update after the other; yields whether each of them moved the weights."""
         self._engine.module.train()
         for number, mini in enumerate(plan):
+            if self._critic is not None and mini.tokens > 0:
+                self._update_critic(self._critic, number, mini, meters)
             if self._has_work(mini):
                 yield self._update(number, mini, meters)
             else:
@@ -174,6 +207,25 @@ class Updater:
         meters.add_step(number, result.grad_norm, self._engine.world_size)
         return result.stepped
 
+    def _update_critic(self, critic: Critic, number: int, mini: MiniBatch, meters: Meters) -> None:
+        """The critic learns from every response that has a score, with signal for the actor or not."""
+        data, targets = self._experience, self._experience.targets
+        assert targets is not None, "a critic without targets"
+        critic.engine.module.train()
+        for position, micro in enumerate(mini.micro):
+            index, width = micro.index, micro.width
+            loss = value_loss(
+                critic.values(critic.engine.module, data.batch.rows(index, width)),
+                targets.old_values[index, :width],
+                targets.returns[index, :width],
+                targets.mask[index, :width],
+                mini.tokens,
+                critic.value_clip,
+            )
+            meters.add_value_loss(number, loss)
+            critic.engine.backward(loss, last=position == len(mini.micro) - 1)
+        critic.engine.step()
+
     @torch.no_grad()
     def _look(self, number: int, mini: MiniBatch, meters: Meters) -> None:
         """Measure a skipped update: its gradient is exactly 0, its tokens still count."""
@@ -187,8 +239,10 @@ class Updater:
         old = data.old_log_probs[index, :width]  # [b, R]
         ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
         advantages, mask = data.advantages[index], rows.response_mask  # [b], [b, R]
-        tokens = max(mini.tokens, 1)
-        loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, tokens, self._knobs)
+        if advantages.dim() == 2:
+            advantages = advantages[:, :width]
+        counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
+        loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, counts, self._knobs)
         meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
         return loss
 

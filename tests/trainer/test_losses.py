@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotune.trainer.losses import KL_ESTIMATORS, LossKnobs, clipped_branch_active, policy_loss
+from autotune.trainer.losses import KL_ESTIMATORS, Counts, LossKnobs, clipped_branch_active, policy_loss
 
 PLAIN = LossKnobs(clip_low=0.2, clip_high=0.3, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0)
 
@@ -26,7 +26,7 @@ def one_token(
         None,
         torch.tensor([advantage], dtype=torch.float64),
         torch.tensor([[True]]),
-        1.0,
+        Counts(1.0, 1.0),
         knobs,
     )
     loss.backward()
@@ -111,7 +111,7 @@ def test_whole_batch_against_plain_python(estimator: str) -> None:
     knobs = LossKnobs(0.2, 0.28, 0.04, estimator, 0.01)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (new, old, ref, entropy, advantages)]
-    got = policy_loss(*tensors, mask, 5.0, knobs)  # type: ignore[arg-type]
+    got = policy_loss(*tensors, mask, Counts(5.0, 2.0), knobs)  # type: ignore[arg-type]
     expected = plain_loss(new, old, ref, entropy, advantages, lengths, knobs)
     assert got.item() == pytest.approx(expected, rel=1e-12)
 
