@@ -79,7 +79,8 @@ class FileTask(Section):
     path: str
     prompt_column: str = "prompt"
     """Text, or a list of chat messages; `a.b` is field `b` of column `a`."""
-    answer_column: str = "answer"
+    answer_column: str | None = "answer"
+    """What rewards compare with; null where they need nothing."""
     eval_path: str | None = None
     """Held-out file; without it `eval_fraction` of the prompts is held out by hash."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1

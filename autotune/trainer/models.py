@@ -47,7 +47,7 @@ def load_model(section: ModelSection, cache: Path | None = None) -> Loaded:
     """
     if section.lora is not None:
         raise InputError("model.lora: adapters are not trained by this version; remove the section")
-    with _no_progress_bars():
+    with no_progress_bars():
         return _load(_locate(section.path, cache or cache_folder()), section.dtype)
 
 
@@ -163,7 +163,7 @@ def _rename(beside: Path, folder: Path) -> None:
 
 def _load(source: str, dtype: str) -> Loaded:
     try:
-        _refuse_remote_code(source)
+        refuse_remote_code(source, "model.path")
         return _model(source, dtype), _tokenizer(source)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
@@ -197,7 +197,7 @@ def _tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """The terminal belongs to the run's own screen."""
     from transformers.utils import logging
 
@@ -210,13 +210,14 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _refuse_remote_code(source: str) -> None:
+def refuse_remote_code(source: str, field: str) -> None:
+    """Raise if the model's configuration asks for Python code of its own to be run."""
     from transformers import PreTrainedConfig
 
     values, _ = PreTrainedConfig.get_config_dict(source)
     if "auto_map" in values:
         raise InputError(
-            f"model.path: {source} has auto_map in its config.json, which asks to run Python code"
+            f"{field}: {source} has auto_map in its config.json, which asks to run Python code"
             " that came with the model; this is never done. Use an architecture that transformers"
             " knows itself"
         )

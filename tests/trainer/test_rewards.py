@@ -8,7 +8,8 @@ import pytest
 
 from autotune.errors import InputError
 from autotune.recipe.schema import ExactMatchReward, RegexReward, Reward, TaskReward
-from autotune.trainer.rewards import Component, Rewards, build_rewards
+from autotune.trainer.rewards import Component, Rewards, Unscorable, build_rewards
+from autotune.trainer.rewards.base import each
 from autotune.trainer.tasks.base import Example, TaskData
 
 NUMBER = r"-?\d+"
@@ -95,7 +96,7 @@ def broken(response: str, example: Example) -> float:
 
 
 def test_what_cannot_be_scored_is_none_and_its_neighbours_are_scored() -> None:
-    rewards = Rewards((Component("exact", 1.0, lambda r, e: 1.0), Component("broken", 1.0, broken)))
+    rewards = Rewards((Component("exact", 1.0, each(lambda r, e: 1.0)), Component("broken", 1.0, each(broken))))
     table = rewards.score(["fine", "raise", "nan", "inf"], [Example("?", "")] * 4)
     assert table.components["broken"] == [1.0, None, None, None]
     assert table.components["exact"] == [1.0, 1.0, 1.0, 1.0]
@@ -107,9 +108,9 @@ def test_an_interrupt_is_not_taken_for_a_broken_scorer() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Rewards((Component("x", 1.0, interrupted),)).score(["a"], [Example("?", "")])
+        Rewards((Component("x", 1.0, each(interrupted)),)).score(["a"], [Example("?", "")])
 
 
 def test_responses_and_examples_must_pair_up() -> None:
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="do not pair up"):
         build_rewards([ExactMatchReward()], task()).score(["a", "b"], [Example("?", "a")])

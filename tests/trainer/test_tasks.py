@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.errors import InputError
-from autotune.recipe.schema import DigitsTask, JsonlTask, ReasoningGymTask, SumsTask
+from autotune.recipe.schema import DigitsTask, JsonlTask, ParquetTask, ReasoningGymTask, SumsTask
 from autotune.trainer import builtin
 from autotune.trainer.tasks import TASKS, Example, TaskData, is_held_out, load_task
 from autotune.trainer.tasks.digits import solve
@@ -216,7 +216,7 @@ def test_the_chat_template_is_used_only_when_asked_for(write: Write, chat_tokeni
         (['{"prompt": "a"}'], "no column 'answer'"),
         (['{"prompt": ["a"], "answer": 1}'], r"column 'prompt' is \['a'\]; expected text"),
         (['{"prompt": "a", "answer": true}'], "column 'answer' is True"),
-        ([""], "has no lines"),
+        ([""], "has no rows"),
         (['{"prompt": "a", "answer": 1}'], "at least two different prompts"),
     ],
 )
@@ -233,5 +233,5 @@ def test_a_missing_file_is_named(tokenizer: Any) -> None:
 
 
 def test_every_task_type_of_the_recipe_is_in_the_table() -> None:
-    sections = (DigitsTask, SumsTask, ReasoningGymTask, JsonlTask)
+    sections = (DigitsTask, SumsTask, ReasoningGymTask, JsonlTask, ParquetTask)
     assert list(TASKS) == [section.model_fields["type"].default for section in sections]

@@ -19,6 +19,7 @@ TASKS: dict[str, str] = {
     "sums": "autotune.trainer.tasks.sums:load",
     "reasoning_gym": "autotune.trainer.tasks.reasoning_gym:load",
     "jsonl": "autotune.trainer.tasks.jsonl:load",
+    "parquet": "autotune.trainer.tasks.parquet:load",
 }
 """Task type -> `module:function`, called with the section and the tokenizer."""
 

@@ -24,6 +24,8 @@ class Example:
     answer: str
     meta: Mapping[str, Any] = field(default_factory=dict)
     """What the task's own scorer needs beyond the answer."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The prompt as chat messages, where it was given so; `prompt` is then their text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class TaskData:
     """The task's own scorer of a response, where it has one."""
     prompt_ids: Callable[[Example], list[int]]
     """Token ids of the prompt as the model sees it, chat template included."""
+    notes: tuple[str, ...] = ()
+    """What the run's record should say about the data, such as repeated prompts."""
 
 
 def is_held_out(prompt: str) -> bool:

@@ -7,11 +7,11 @@ scorer comes along for `rewards: [{type: task}]`; it may give partial credit.
 
 from __future__ import annotations
 
-import difflib
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import EnvironmentProblem, InputError
+from autotune.recipe import gym
 from autotune.trainer.tasks.base import Example, TaskData, is_held_out
 from autotune.trainer.tasks.chat import chat_ids
 
@@ -46,7 +46,7 @@ def load(section: ReasoningGymTask, tokenizer: PreTrainedTokenizerBase) -> TaskD
     def score(response: str, example: Example) -> float:
         return float(source.score_answer(response.strip(), example.meta["entry"]))
 
-    return TaskData(train, heldout, score, chat_ids(tokenizer))
+    return TaskData(train, heldout, score, chat_ids(tokenizer, section.system_prompt))
 
 
 def _split(source: Any, size: int) -> tuple[list[Example], list[Example]]:
@@ -73,14 +73,13 @@ def _distinct(source: Any) -> Iterator[Example]:
 def _generator(section: ReasoningGymTask, size: int) -> Any:
     try:
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise EnvironmentProblem(
             "task: reasoning_gym is not installed; run: pip install reasoning-gym"
         ) from error
-    if section.name not in DATASETS:
-        raise InputError(f"task.name: {_unknown(section.name, list(DATASETS))}")
-    settings = {"seed": PROMPT_SEED, **section.config, "size": size}
+    for field, message in gym.problems(section):
+        raise InputError(f"task.{field}: {message}")
+    settings = {"seed": PROMPT_SEED, **gym.settings(section), "size": size}
     try:
         return reasoning_gym.create_dataset(section.name, **settings)
     except (AssertionError, TypeError, ValueError) as error:
@@ -88,8 +87,3 @@ def _generator(section: ReasoningGymTask, size: int) -> Any:
             f"task.config: {section.name} refuses {section.config}: {error}; its settings are"
             " described in reasoning-gym's documentation of that task"
         ) from error
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:8]
-    return f"reasoning-gym has no task {name!r}; did you mean one of {', '.join(near)}?"

@@ -37,7 +37,7 @@ def load(section: SumsTask, tokenizer: PreTrainedTokenizerBase) -> TaskData:
             f"task: {section.terms} terms up to {section.largest} give only {space} sums, too few"
             " to hold some out; raise task.largest or task.terms"
         )
-    return TaskData(train, heldout, None, chat_ids(tokenizer))
+    return TaskData(train, heldout, None, chat_ids(tokenizer, section.system_prompt))
 
 
 def _terms(number: int, section: SumsTask) -> list[int]:
