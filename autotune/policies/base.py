@@ -78,6 +78,15 @@ def pace_for(scale: float, *, lr_warmup: int = 0, staleness: int = 0) -> Pace:
     )
 
 
+PLATEAU_SAMPLES = 20
+"""Samples that a proof of "no movement" may use when the trend window is shorter.
+
+A window's rise is known to +-z * noise * sqrt(12 / n): at n = 8 that is 2 noise, as wide as the smallest
+gain of interest, so a run that stands still is hardly ever proven to; at 20 it is 1.3 noise. The gain stays
+the same over the longer window, so what is called a plateau is flatter, not steeper.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Engagement:
     """A regulator between its first move and the day it is back in its band."""
@@ -217,12 +226,26 @@ class Context:
 
     @cached_property
     def reward(self) -> RewardView:
-        samples = self.history.samples(self.pace.trend, epoch=self.epoch, since=self.since_restore)
-        values = tuple(self.history.values("reward_mean", samples))
+        values = self._rewards(self.pace.trend)
         full = len(values) == self.pace.trend
         trend = theil_sen(values) if full else None
         moves = movement(trend, self.gain_sd * self.noise) if trend else Movement.UNDETERMINED
+        if trend and moves is Movement.UNDETERMINED and self._long_plateau():
+            moves = Movement.PLATEAU
         return RewardView(values, self.noise, trend, moves, self.facts.reward_maximum)
+
+    def _rewards(self, n: int) -> tuple[float, ...]:
+        samples = self.history.samples(n, epoch=self.epoch, since=self.since_restore)
+        return tuple(self.history.values("reward_mean", samples))
+
+    def _long_plateau(self) -> bool:
+        """Whether more samples than a short trend window has prove that the reward stands still."""
+        if self.pace.trend >= PLATEAU_SAMPLES:
+            return False
+        values = self._rewards(PLATEAU_SAMPLES)
+        if len(values) < PLATEAU_SAMPLES:
+            return False
+        return movement(theil_sen(values), self.gain_sd * self.noise) is Movement.PLATEAU
 
     def first_level(self, metric: str) -> float | None:
         """Median over the run's first window: its own baseline."""
