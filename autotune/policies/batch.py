@@ -182,6 +182,8 @@ class ClipTooHigh(Policy):
     threshold: float = 0.15
     sequence_threshold: float = 0.35
     """For sequence-level ratios (GSPO), where 5-25 % clipped is healthy."""
+    drift_low: float = 0.0075
+    """Nats/token of `kl_step` below which much clipping is a narrow range and not too large a step."""
     explosion: float = 10.0
     """KL this many times its own median, two rollouts running, is "suddenly"."""
     lr_factor: float = 0.7
@@ -199,13 +201,18 @@ class ClipTooHigh(Policy):
     def _too_high(self, ctx: Context) -> tuple[str, dict[str, float]]:
         level = ctx.level("clip_ratio") if ctx.updates > 1 else None
         limit = self.sequence_threshold if ctx.facts.loss_kind == "sequence" else self.threshold
-        if level is not None and level > limit:
+        if level is not None and level > limit and not self._range_is_narrow(ctx):
             return f"clip_ratio {level:.1%} > {limit:.0%}", {"clip_ratio": level}
         for metric in ("kl_step", "kl_ref"):
             jump = self._jump(ctx, metric)
             if jump > self.explosion:
                 return f"{metric} jumped to {jump:.0f}x its own median", {f"{metric}_jump": jump}
         return "", {}
+
+    def _range_is_narrow(self, ctx: Context) -> bool:
+        """The clip ladder's first rung wants the drift high too; where it is known to be low, B4a acts."""
+        drift = ctx.level("kl_step")
+        return not ctx.literal and drift is not None and drift < self.drift_low
 
     @staticmethod
     def _jump(ctx: Context, metric: str) -> float:

@@ -194,8 +194,8 @@ def test_a3_uses_epochs_where_the_mini_batch_cannot_move() -> None:
 
 @pytest.mark.parametrize("policy", [A3, A4])
 def test_a_mini_batch_outside_the_lattice_does_not_end_the_run(policy: Any) -> None:
-    clip = 0.005 if policy is A3 else 0.2
-    snapshots = run(TREND, knobs={MINI: 24}, clip_ratio=clip, kl_step=0.004)
+    clip, drift = (0.005, 0.004) if policy is A3 else (0.2, 0.01)
+    snapshots = run(TREND, knobs={MINI: 24}, clip_ratio=clip, kl_step=drift)
     assert wants(ask(policy, snapshots)) is not None
 
 
@@ -217,6 +217,19 @@ def test_a4_wants_fewer_updates_above_15_percent(
     clip_ratio: Series, expected: tuple[str, float] | None
 ) -> None:
     assert wants(ask(A4, run(WINDOW, clip_ratio=clip_ratio))) == expected
+
+
+@pytest.mark.parametrize(
+    ("kl_step", "expected"),
+    [
+        (0.0074, None),  # much clipping of a small drift: the range is narrow, and B4a widens it
+        (0.0075, (MINI, 32)),
+        (0.0076, (MINI, 32)),
+        (None, (MINI, 32)),  # unknown: the careful way
+    ],
+)
+def test_a4_leaves_a_narrow_range_to_b4a(kl_step: Series, expected: tuple[str, float] | None) -> None:
+    assert wants(ask(A4, run(WINDOW, clip_ratio=0.3, kl_step=kl_step))) == expected
 
 
 def test_a4_waits_for_a_full_window() -> None:
