@@ -8,10 +8,12 @@ was harmed), inconclusive (no harm seen: it stays, and the journal says that not
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from autotune.decisions import Outcome, Verdict
+from autotune.history import Sample
 from autotune.ledger import Probation
 from autotune.policies.base import Context, Engagement
 from autotune.statistics import mad_sd, median
@@ -34,7 +36,7 @@ def judge(probation: Probation, ctx: Context) -> Verdict:
     """The verdict once `due`; statistics are in it, so that a reader can judge the judge."""
     samples = ctx.history.samples(ctx.pace.evaluate, epoch=probation.epoch)
     rewards = ctx.history.values("reward_mean", samples)
-    drift = ctx.history.values("kl_step", samples)
+    drift = ctx.history.values("kl_step", _untouched(probation, ctx))
     statistics = reward_difference(probation.rewards, rewards, ctx.noise)
     if drift:
         statistics["kl_step_after"] = median(drift)
@@ -42,6 +44,17 @@ def judge(probation: Probation, ctx: Context) -> Verdict:
         statistics["kl_step_before"] = probation.kl_step
     outcome, reason = _outcome(statistics)
     return Verdict(probation.rule, probation.knob, outcome, reason, probation.since, statistics)
+
+
+def _untouched(probation: Probation, ctx: Context) -> list[Sample]:
+    """The newest samples that show the change alone.
+
+    A regulator may have mended the drift meanwhile, on another knob. That speaks for the regulator and not
+    for the change, so what it made afterwards does not count.
+    """
+    since = ctx.history.samples(ctx.pace.settle + ctx.pace.evaluate, epoch=probation.epoch)
+    alone = list(itertools.takewhile(lambda s: s.knobs == since[0].knobs, since))
+    return alone[-ctx.pace.evaluate :]
 
 
 def _outcome(statistics: dict[str, float]) -> tuple[Outcome, str]:
