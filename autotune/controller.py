@@ -415,7 +415,9 @@ class Controller:
         count = self.ledger.at_bound.get(proposal.knob, 0) + 1
         self.ledger.at_bound[proposal.knob] = count
         reason = f"{proposal.knob} {ctx.knob(proposal.knob):.4g} is at its bound"
-        if count == AT_BOUND_WINDOWS * self.pace.window:
+        key, value = f"bound {proposal.knob}", f"{ctx.knob(proposal.knob):.6g}"
+        if count == AT_BOUND_WINDOWS * self.pace.window and self.ledger.advised.get(key) != value:
+            self.ledger.advised[key] = value
             alarms.append(f"{reason} for {AT_BOUND_WINDOWS} windows: not pushed any more")
         return Veto(proposal, "bounds", reason)
 
