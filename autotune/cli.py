@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import autotune
-from autotune.errors import AutotuneError, Problem, RecipeError
+from autotune.errors import AutotuneError, InputError, Problem, RecipeError
 
 INTERRUPTED = 130
 
@@ -118,9 +118,16 @@ def replay(
     control: Annotated[
         Path | None, typer.Option("--control", help="Other rules: a control.yaml or a recipe.")
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Write the knobs of every rollout as a schedule."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute a run's decisions again: the same rules must decide the same, bit for bit."""
+    if export is not None:
+        _export(journal, export, as_json)
+        return
     with exits(as_json):
         from autotune.recipe import load_control
         from autotune.replay import print_replay, replay, report
@@ -132,6 +139,28 @@ def replay(
             print_replay(_console(), result)
     if result.altered or not (result.equal or result.other_rules):
         raise typer.Exit(1)
+
+
+def _export(journal: Path, file: Path, as_json: bool) -> None:
+    """What a run's rollouts used, as a file for `control: {schedule: …}`."""
+    with exits(as_json):
+        from autotune.recipe import dump_schedule
+        from autotune.replay import export
+
+        schedule = export(journal)
+        try:
+            file.write_text(dump_schedule(schedule), "utf-8")
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror}") from error
+        warning = schedule.warning()
+        if as_json:
+            _print_json({"file": str(file), "changes": len(schedule.changes), "warning": warning})
+            return
+        count, rollouts = len(schedule.changes), schedule.source.rollouts
+        words = f"✓ {file}: {count} change{'s' * (count != 1)} in {rollouts} rollouts"
+        _console().print(Text(words, "bold green"), soft_wrap=True)
+        if warning:
+            _console().print(Text(f"• {warning}", "yellow"))
 
 
 class Action(StrEnum):
@@ -178,6 +207,88 @@ def ctl(
             _console().print(Text(f"{sign} {answer.message}", style), soft_wrap=True)
     if not answer.done and timeout > 0:
         raise typer.Exit(1)
+
+
+@app.command()
+def advise(
+    log: Annotated[
+        Path,
+        typer.Argument(metavar="LOG", help="A log file, an MLflow run or database, or an event folder."),
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="A recipe that says what the log does not: batch sizes …")
+    ] = None,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option("--knob", metavar="NAME=VALUE", help="One such number, such as rollout_n=8."),
+    ] = None,
+    map_: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="OURS=THEIRS", help="Which key is which, such as reward_mean=score*0.01."),
+    ] = None,
+    trainer: Annotated[
+        str, typer.Option("--trainer", help="trl, verl, … when the keys do not tell it.")
+    ] = "",
+    run_name: Annotated[
+        str, typer.Option("--run", metavar="RUN", help="Id or name of the run in an MLflow database.")
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on while the log grows.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge another trainer's log, and say what the controller would have done."""
+    with exits(as_json):
+        from autotune.advise import advise, print_advice, report, verdict
+        from autotune.recipe import load_recipe
+
+        options: dict[str, Any] = {
+            "recipe": load_recipe(recipe, []) if recipe else None,
+            "knobs": {name: _number("--knob", name, text) for name, text in _pairs("--knob", knob)},
+            "mapping": dict(_pairs("--map", map_)),
+            "trainer": trainer,
+            "run": run_name,
+        }
+        shadow = _follow(log, options, as_json) if follow else advise(log, **options)
+        found = verdict(shadow)
+        if as_json:
+            _print_json(report(shadow, found), indent=None if follow else 2)
+        else:
+            print_advice(_console(), shadow, found)
+
+
+def _follow(log: Path, options: dict[str, Any], as_json: bool) -> Any:
+    """News as they come: lines for people, or one JSON object a line."""
+    from autotune.advise import follow, print_verdict, said_line
+    from autotune.decisions import to_json
+
+    console = _console()
+    if as_json:
+        return follow(
+            log,
+            lambda item: print(json.dumps({"said": to_json(item)}), flush=True),
+            lambda found: print(json.dumps({"verdict": to_json(found)}), flush=True),
+            options,
+        )
+    return follow(
+        log,
+        lambda item: console.print(said_line(item), soft_wrap=True),
+        lambda found: print_verdict(console, found),
+        options,
+    )
+
+
+def _pairs(option: str, given: list[str] | None) -> Iterator[tuple[str, str]]:
+    for text in given or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise InputError(f"{option} {text}: expected {option} NAME=VALUE")
+        yield name.strip(), value.strip()
+
+
+def _number(option: str, name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{option} {name}={text}: {text!r} is not a number") from None
 
 
 @app.command()
@@ -277,5 +388,5 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+def _print_json(data: Any, indent: int | None = 2) -> None:
+    print(json.dumps(data, indent=indent, ensure_ascii=False))

@@ -6,13 +6,16 @@ back, so a replay is no echo: alter one journalled metric and a decision differs
 
 With other rules it tells what they would have said to the same metrics. These were made under
 the recorded knobs, so this is a study of the rules, not of what the run would have become.
+
+A human's commands are fed in their places; a run that followed a schedule is followed again; and any
+run's knobs, as they were read back, can be taken out as a schedule (`export`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,14 @@ from autotune.controller import Controller, ControlSettings
 from autotune.decisions import Decision, applied_from_json, command_from_json, to_json
 from autotune.doctor import policies_hash
 from autotune.errors import InputError, JournalError
+from autotune.hooks.schedule import ScheduleFollower
 from autotune.journal import Line, inspect_journal, plain, winning_lines
 from autotune.metrics import Snapshot
-from autotune.recipe import ControlSection, facts_from_json
+from autotune.recipe import ControlSection, KnobSchedule, facts_from_json, schedule_of
 
 NOT_FINITE = ("nan", "inf", "-inf")
+SHOWN = 40
+"""Rows of the side-by-side table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Replay:
 
     pairs: list[Pair]
     settings: ControlSettings
+    recorded: ControlSettings
+    """The run's own settings."""
     other_rules: bool
     """Whether the settings are not those of the run."""
     warnings: list[str] = field(default_factory=list)
@@ -97,11 +105,36 @@ def replay(path: str | Path, control: ControlSection | None = None) -> Replay:
     lines = winning_lines(reading.lines)
     header = _header(lines, path)
     settings = _settings(header, control)
-    controller = Controller(settings, facts_from_json(header["facts"]))
-    pairs = list(_pairs(controller, lines))
-    return Replay(
-        pairs, settings, control is not None, _warnings(header, reading.torn), reading.altered
-    )
+    pairs = list(_pairs(_decider(header, settings, control), lines))
+    recorded = ControlSettings(**header["recipe"]["control"])
+    warnings = _warnings(header, reading.torn)
+    return Replay(pairs, settings, recorded, control is not None, warnings, reading.altered)
+
+
+def _decider(
+    header: Line, settings: ControlSettings, control: ControlSection | None
+) -> Controller | ScheduleFollower:
+    """The recorded controller, the schedule in its place, or the other rules."""
+    if control is None and "schedule" in header:
+        return ScheduleFollower(KnobSchedule.model_validate(header["schedule"]))
+    return Controller(settings, facts_from_json(header["facts"]))
+
+
+def export(path: str | Path) -> KnobSchedule:
+    """The knob vectors that every rollout of a run really used.
+
+    Raises:
+        JournalError: the journal cannot be read or has no header.
+        InputError: it has no rollout, or not all of them.
+    """
+    path = Path(path) / "journal.jsonl" if Path(path).is_dir() else Path(path)
+    lines = winning_lines(inspect_journal(path).lines)
+    recipe = _header(lines, path)["recipe"]
+    told = [line for line in lines if line["type"] == "rollout"]
+    source = {"name": recipe["name"], "seed": recipe["seed"], "rollouts": len(told)}
+    restores = [line["rollout"] for line in told if line.get("restored") is not None]
+    vectors = ((int(line["rollout"]), line["snapshot"]["knobs"]) for line in told)
+    return schedule_of(vectors, source=source, restores=restores)
 
 
 def _header(lines: Sequence[Line], path: Path) -> Line:
@@ -113,6 +146,8 @@ def _header(lines: Sequence[Line], path: Path) -> Line:
 
 def _settings(header: Line, control: ControlSection | None) -> ControlSettings:
     recorded = header["recipe"]["control"]
+    if control is not None and control.schedule is not None:
+        raise InputError("--control names other rules; a schedule has none. Run a recipe with it instead")
     if control is not None:
         return ControlSettings(**{**control.model_dump(), "mode": "shadow"})
     if recorded["mode"] == "off":
@@ -129,10 +164,11 @@ def _warnings(header: Line, torn: str) -> list[str]:
     return warnings
 
 
-def _pairs(controller: Controller, lines: Sequence[Line]) -> Iterator[Pair]:
+def _pairs(controller: Controller | ScheduleFollower, lines: Sequence[Line]) -> Iterator[Pair]:
     for line in lines:
-        if line["type"] == "command" and line.get("outcome") == "done":
-            controller.obey(command_from_json(line), [applied_from_json(a) for a in line["applied"]])
+        if line["type"] == "command" and line.get("outcome") == "done" and isinstance(controller, Controller):
+            applied = [applied_from_json(numbers(item)) for item in line["applied"]]
+            controller.obey(command_from_json(line), applied)
         if line["type"] != "rollout":
             continue
         decision = controller.step(Snapshot.from_json(numbers(line["snapshot"])))
@@ -187,7 +223,43 @@ def report(result: Replay) -> dict[str, Any]:
             for p in result.pairs
             if (old := changes_of(p.journalled)) != (new := changes_of(p.recomputed))
         ],
+        "by_rule": {rule: asdict(count) for rule, count in by_rule(result.pairs).items()},
     }
+
+
+@dataclass
+class Count:
+    """How often one rule acted."""
+
+    then: int = 0
+    now: int = 0
+    both: int = 0
+    """At the same rollout, on the same knob, in the same direction."""
+
+
+def by_rule(pairs: Sequence[Pair]) -> dict[str, Count]:
+    """Rule (and `restore`) -> its actions in the run and in the replay, the busiest first."""
+    counts: dict[str, Count] = {}
+    for pair in pairs:
+        old, new = _actions(pair.journalled), _actions(pair.recomputed)
+        for rule, _ in [*old, *new]:
+            counts.setdefault(rule, Count())
+        for action in old:
+            counts[action[0]].then += 1
+            counts[action[0]].both += action in new
+        for rule, _ in new:
+            counts[rule].now += 1
+    return dict(sorted(counts.items(), key=lambda item: -(item[1].then + item[1].now)))
+
+
+def _actions(decision: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """(rule, what it did) of one decision, without amounts."""
+    found = [
+        (c["rule"], f"{c['knob']} {'up' if c['after'] > c['before'] else 'down'}")
+        for c in (decision or {}).get("changes", ())
+    ]
+    restore = (decision or {}).get("restore")
+    return [*found, ("restore", restore["kind"])] if restore else found
 
 
 def changes_of(decision: Mapping[str, Any] | None) -> list[str]:
@@ -219,19 +291,52 @@ def print_replay(console: Console, result: Replay) -> None:
 
 
 def _print_comparison(console: Console, result: Replay) -> None:
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for name in ("rollout", "this run did", f"{result.settings.profile} rules would have"):
-        table.add_column(name)
+    """The first place where they part, who acts how often, and every action side by side."""
+    names = (_name(result.recorded, "this run"), _name(result.settings, "the other rules"))
     rows = [(p.rollout, changes_of(p.journalled), changes_of(p.recomputed)) for p in result.pairs]
-    rows = [row for row in rows if row[1] or row[2]]
-    for rollout, old, new in rows:
+    parting = next((row for row in rows if row[1] != row[2]), None)
+    if parting is None:
+        words = f"✓ the other rules would have done the same in all {len(rows)} rollouts"
+        console.print(Text(words, "bold green"))
+    else:
+        rollout, old, new = parting
+        console.print(Text(f"first difference: rollout {rollout} of {len(rows)}", "bold"))
+        for name, words in zip(names, (old, new), strict=True):
+            console.print(Text(f"  {name}: {', '.join(words) or 'nothing'}"))
+    _print_counts(console, result)
+    _print_actions(console, [row for row in rows if row[1] or row[2]], names)
+    console.print("The metrics are those of the recorded run: its knobs, not the other rules', made them.")
+
+
+def _name(settings: ControlSettings, who: str) -> str:
+    own = f"schedule {settings.schedule}" if settings.schedule else f"{settings.profile}, {settings.mode}"
+    return f"{who} ({own})"
+
+
+def _print_counts(console: Console, result: Replay) -> None:
+    counts = by_rule(result.pairs)
+    if not counts:
+        console.print("No rule acts, then or now.")
+        return
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for name in ("rule", "acted then", "acts now", "alike"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    for rule, count in counts.items():
+        table.add_row(rule, str(count.then), str(count.now), str(count.both))
+    console.print(table)
+
+
+def _print_actions(
+    console: Console, rows: Sequence[tuple[int, list[str], list[str]]], names: tuple[str, str]
+) -> None:
+    if not rows:
+        return
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for name in ("", "rollout", *names):
+        table.add_column(name)
+    for rollout, old, new in rows[:SHOWN]:
         cells = (Text("\n".join(words) or "·") for words in (old, new))
-        table.add_row(str(rollout), *cells)
-    if rows:
-        console.print(table)
-    same = sum(old == new for _, old, new in rows)
-    console.print(
-        f"{len(result.pairs)} rollouts: {sum(bool(r[1]) for r in rows)} with actions then,"
-        f" {sum(bool(r[2]) for r in rows)} under the other rules, {same} the same.",
-        "The metrics are those of the recorded run.",
-    )
+        table.add_row(Text("" if old == new else "≠", "yellow"), str(rollout), *cells)
+    console.print(table)
+    if len(rows) > SHOWN:
+        console.print(f"… and {len(rows) - SHOWN} more rollouts with actions; --json has all of them")
