@@ -224,7 +224,7 @@ def advise(
     ] = None,
     map_: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="OURS=THEIRS", help="Which key is which, such as reward_mean=score*0.01."),
+        typer.Option("--map", metavar="OURS=THEIRS", help="Which key is which: reward_mean=score*0.01."),
     ] = None,
     trainer: Annotated[
         str, typer.Option("--trainer", help="trl, verl, … when the keys do not tell it.")
@@ -238,10 +238,9 @@ def advise(
     """Judge another trainer's log, and say what the controller would have done."""
     with exits(as_json):
         from autotune.advise import advise, print_advice, report, verdict
-        from autotune.recipe import load_recipe
 
         options: dict[str, Any] = {
-            "recipe": load_recipe(recipe, []) if recipe else None,
+            "recipe": _load(recipe) if recipe else None,
             "knobs": {name: _number("--knob", name, text) for name, text in _pairs("--knob", knob)},
             "mapping": dict(_pairs("--map", map_)),
             "trainer": trainer,
@@ -253,6 +252,12 @@ def advise(
             _print_json(report(shadow, found), indent=None if follow else 2)
         else:
             print_advice(_console(), shadow, found)
+
+
+def _load(recipe: Path) -> Any:
+    from autotune.recipe import load_recipe
+
+    return load_recipe(recipe, [])
 
 
 def _follow(log: Path, options: dict[str, Any], as_json: bool) -> Any:

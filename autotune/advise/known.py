@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.controller import ControlSettings
 from autotune.decisions import RunFacts
@@ -18,8 +18,9 @@ from autotune.errors import InputError
 from autotune.knobs import KNOBS, Capability, Liveness, expand
 from autotune.logs import Survey
 from autotune.metrics import METRICS, Validity
-from autotune.recipe.facts import recipe_facts
-from autotune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from autotune.recipe.schema import Recipe
 
 NOT_KNOWN = "not_known"
 """Capability state of a knob that nobody told us."""
@@ -62,8 +63,9 @@ _NEUTRAL: dict[str, float] = {
     "entropy_coef": 0.0,
     "num_rollout_batches": 1,
 }
-SMALLEST = (2, 8)
-"""Prompts and responses a prompt that the noise floor assumes when nothing at all is known."""
+SMALL, LARGE = (1, 8), (8, 8)
+"""Prompts and responses a prompt that the noise floor assumes when nothing at all is known: the usual
+least of trainers on one device, and of those on a cluster."""
 
 
 @dataclass
@@ -92,8 +94,8 @@ def gather(found: Survey, recipe: Recipe | None, told: Mapping[str, float]) -> K
     hints = found.log.hints
     known = dict(hints.knobs)
     known |= _from_columns(found)
-    if recipe is not None:
-        known |= recipe_facts(recipe).knobs
+    of_recipe = _recipe_facts(recipe) if recipe is not None else None
+    known |= of_recipe.knobs if of_recipe is not None else {}
     known |= _checked(told)
     unknown = {k: _why(k) for k in KNOBS if k not in known}
     vector, words = _vector(found, known)
@@ -106,7 +108,7 @@ def gather(found: Survey, recipe: Recipe | None, told: Mapping[str, float]) -> K
         pace=control.pace if control is not None else "auto",
         policies=policies | dict.fromkeys(silent, "off"),
     )
-    facts = _facts(found, recipe, vector, known, unknown)
+    facts = _facts(found, of_recipe, vector, unknown)
     return Known(facts, settings, known, unknown, silent, words, found.steps_per_row, list(found.notes))
 
 
@@ -118,7 +120,7 @@ def _checked(told: Mapping[str, float]) -> dict[str, float]:
 
 
 def _from_columns(found: Survey) -> dict[str, float]:
-    """Knobs that the rows repeat: the peak learning rate, a KL coefficient, a cap that every answer hit."""
+    """Knobs that the rows repeat: the peak learning rate, a KL coefficient."""
     known: dict[str, float] = {}
     for key, column in found.plan.items():
         high = found.keys[key].high * column.scale
@@ -128,9 +130,6 @@ def _from_columns(found: Survey) -> dict[str, float]:
             known[column.ours[5:]] = high
         elif column.ours == "learning_rate":
             known["actor_learning_rate"] = high
-    cut, longest = found.of("truncated_fraction"), found.of("response_length_max")
-    if cut is not None and longest is not None and cut.high >= 1.0 and longest.high > 0:
-        known["max_response_length"] = longest.high  # somewhere every answer was cut: the longest is the cap
     return known
 
 
@@ -150,7 +149,7 @@ def _vector(found: Survey, known: Mapping[str, float]) -> tuple[dict[str, float]
         prompts = max(responses / group, 1.0)
         words = f"{responses} responses an update, as the log says, taken as {prompts:g} prompt(s)"
     else:
-        prompts, group = map(float, SMALLEST)
+        prompts, group = map(float, SMALL if found.table.averages else LARGE)
         words = f"{prompts:g} prompts x {group:g} responses, an assumption: the log does not say"
     mini = known.get("ppo_mini_batch_size", prompts)
     vector |= {"train_batch_size": prompts * k, "rollout_n": group, "ppo_mini_batch_size": mini * k}
@@ -169,29 +168,29 @@ def _silent(unknown: Mapping[str, str]) -> dict[str, str]:
     return silent
 
 
+def _recipe_facts(recipe: Recipe) -> RunFacts:
+    from autotune.recipe.facts import recipe_facts  # pydantic: only when a recipe is told
+
+    return recipe_facts(recipe)
+
+
 def _facts(
-    found: Survey,
-    recipe: Recipe | None,
-    vector: Mapping[str, float],
-    known: Mapping[str, float],
-    unknown: Mapping[str, str],
+    found: Survey, of_recipe: RunFacts | None, vector: Mapping[str, float], unknown: Mapping[str, str]
 ) -> RunFacts:
-    has_reference = "kl_ref" in found.metrics
     total = found.log.hints.total_steps // max(found.steps_per_row, 1)
     facts = RunFacts(
         rollouts=max(total, found.rows, 1),
         world_size=1,
-        algorithm=recipe.trainer.algorithm if recipe is not None else "grpo",
+        algorithm=of_recipe.algorithm if of_recipe is not None else "grpo",
         loss_kind="token",
-        has_reference=has_reference,
+        has_reference="kl_ref" in found.metrics,
         has_critic="value_loss" in found.metrics,
         knobs=vector,
         knob_capability=_movable(vector, unknown),
         metric_capability=_sensed(found),
     )
-    if recipe is None:
+    if of_recipe is None:
         return facts
-    of_recipe = recipe_facts(recipe)
     return replace(facts, lr_warmup=of_recipe.lr_warmup, reward_maximum=of_recipe.reward_maximum)
 
 
@@ -213,7 +212,9 @@ def _sensed(found: Survey) -> dict[str, Capability]:
             table[name] = Capability(Validity.NOT_LOGGED, _not_seen(found, name))
     clip = found.of("clip_ratio")
     if clip is not None and clip.high == 0 and clip.low == 0:
-        reason = "clip_ratio is exactly 0 on every row, as with one update per rollout: there is nothing to sense"
+        reason = (
+            "clip_ratio is exactly 0 on every row, as with one update per rollout: there is nothing to sense"
+        )
         table["clip_ratio"] = Capability(Validity.STRUCTURAL_ZERO, reason)
     return table
 

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.advise.known import Known, gather
 from autotune.controller import Controller
@@ -19,9 +19,20 @@ from autotune.hooks.base import FrozenDetector
 from autotune.logs import Log, Reader, Survey, open_log, survey
 from autotune.logs.rollouts import Observed
 from autotune.metrics import Reading, Snapshot, Validity
-from autotune.recipe.schema import Recipe
 
-WATCHED = ("reward_mean", "kl_ref", "kl_step", "clip_ratio", "entropy", "truncated_fraction", "zero_std_fraction", "reward_std")
+if TYPE_CHECKING:
+    from autotune.recipe.schema import Recipe
+
+WATCHED = (
+    "reward_mean",
+    "kl_ref",
+    "kl_step",
+    "clip_ratio",
+    "entropy",
+    "truncated_fraction",
+    "zero_std_fraction",
+    "reward_std",
+)
 """Metrics that the verdict looks at over the whole log."""
 
 
@@ -64,6 +75,7 @@ class Shadow:
     frozen: FrozenDetector = field(default_factory=FrozenDetector)
     _holding: str = ""
     _emergency_at: int = -(10**9)
+    _alarm_at: dict[str, int] = field(default_factory=dict)
 
     def run(
         self,
@@ -82,12 +94,16 @@ class Shadow:
 
     def _snapshot(self, observed: Observed) -> Snapshot:
         readings = self._structural(observed.readings())
-        fine = {n: r for n, r in readings.items() if r.value is not None and float(f"{r.value:.4g}") != r.value}
+        fine = {
+            n: r for n, r in readings.items() if r.value is not None and float(f"{r.value:.4g}") != r.value
+        }
         judged = self.frozen.check(fine, self.known.responses)  # printed decimals repeat by themselves
         readings |= {n: r for n, r in judged.items() if r.validity is Validity.FROZEN}
         self._remember(observed, readings)
         knobs = {**self.known.facts.knobs, **{k: v for k, v in observed.knobs.items() if k == "kl_coef"}}
-        return Snapshot(observed.index, knobs, readings, per_update={n: tuple(v) for n, v in observed.lists.items()})
+        return Snapshot(
+            observed.index, knobs, readings, per_update={n: tuple(v) for n, v in observed.lists.items()}
+        )
 
     def _structural(self, readings: dict[str, Reading]) -> dict[str, Reading]:
         for name, capability in self.known.facts.metric_capability.items():
@@ -143,7 +159,7 @@ class Shadow:
     def _actions(self, observed: Observed, decision: Decision) -> list[Said]:
         if decision.state is State.EMERGENCY:
             return []
-        scale = {n: self.known.averaged for n in ("train_batch_size", "ppo_mini_batch_size")}
+        scale = dict.fromkeys(("train_batch_size", "ppo_mini_batch_size"), self.known.averaged)
         return [
             Said(
                 "action",
@@ -169,8 +185,11 @@ class Shadow:
         rule, colon, reason = text.partition(": ")
         if not colon or " " in rule:
             rule, reason = "", text
-        in_episode = observed.index - self._emergency_at <= self.controller.pace.window
-        if rule == "X2" and (emergency or in_episode):
+        window = self.controller.pace.window
+        in_episode = observed.index - self._emergency_at <= window
+        repeated = observed.index - self._alarm_at.get(rule, -(10**9)) <= window
+        self._alarm_at[rule] = observed.index
+        if (rule == "X2" and (emergency or in_episode)) or repeated:
             return []
         return [self._say("alarm", observed, rule, reason)]
 

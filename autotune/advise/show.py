@@ -1,14 +1,15 @@
-"""The advice for people and for programs: the verdict first, then what would have been done, then the gaps."""
+"""The advice for people and for programs: the verdict, what would have been done, then the gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autotune.advise.known import READS
 from autotune.advise.shadow import Said, Shadow
 from autotune.advise.verdict import Kind, Verdict
 from autotune.decisions import to_json
@@ -21,7 +22,13 @@ STYLES: dict[Kind, tuple[str, str]] = {
     Kind.NO_SIGNAL: ("•", "bold yellow"),
     Kind.CANNOT_TELL: ("?", "bold cyan"),
 }
-MARKS: dict[str, str] = {"emergency": "red", "action": "green", "alarm": "yellow", "advice": "cyan", "hold": "dim"}
+MARKS: dict[str, str] = {
+    "emergency": "red",
+    "action": "green",
+    "alarm": "yellow",
+    "advice": "cyan",
+    "hold": "dim",
+}
 MOST = 20
 """Lines of one kind that are shown before the rest is counted."""
 
@@ -43,7 +50,9 @@ def report(shadow: Shadow, found: Verdict) -> dict[str, Any]:
             "rows": log.rows,
             "rollouts": len(shadow.steps),
             "steps_per_row": log.steps_per_row,
-            "metrics": {c.ours: {"key": k, "scale": c.scale, "estimator": c.estimator} for k, c in log.plan.items()},
+            "metrics": {
+                c.ours: {"key": k, "scale": c.scale, "estimator": c.estimator} for k, c in log.plan.items()
+            },
         },
         "said": [to_json(s) for s in shadow.said],
         "silent": silent(shadow),
@@ -82,7 +91,9 @@ def _reading_notes(shadow: Shadow) -> list[str]:
     if shadow.reader.orphans:
         notes.append(f"{shadow.reader.orphans} row(s) came before the first rollout and were left out")
     if shadow.reader.restarts:
-        notes.append(f"the step counter ran backwards {shadow.reader.restarts} time(s): several runs in one log?")
+        notes.append(
+            f"the step counter ran backwards {shadow.reader.restarts} time(s): several runs in one log?"
+        )
     return notes
 
 
@@ -93,15 +104,15 @@ def print_advice(console: Console, shadow: Shadow, found: Verdict) -> None:
     """The whole advice, readable from top to bottom."""
     print_verdict(console, found)
     for line in found.evidence:
-        console.print(Text(f"    {line}", "dim"))
-    console.print(Text(f"  {_source_words(shadow)}", "dim"))
+        console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+    console.print(Text(f"  {_source_words(shadow)}", "dim"), soft_wrap=True)
     _print_said(console, shadow.said)
     _print_gaps(console, shadow)
 
 
 def print_verdict(console: Console, found: Verdict) -> None:
     sign, style = STYLES[found.kind]
-    console.print(Text.assemble((f"{sign} {found.title}", style), ": ", found.headline))
+    console.print(Text.assemble((f"{sign} {found.title}", style), ": ", found.headline), soft_wrap=True)
 
 
 def _source_words(shadow: Shadow) -> str:
@@ -128,24 +139,37 @@ def _print_said(console: Console, said: Sequence[Said]) -> None:
     if not said:
         console.print("  nothing")
     for item in said[:MOST]:
-        console.print(said_line(item))
+        console.print(said_line(item), soft_wrap=True)
     if len(said) > MOST:
         console.print(Text(f"  … and {len(said) - MOST} more; --json has them all", "dim"))
 
 
 def _print_gaps(console: Console, shadow: Shadow) -> None:
     console.print(Text("\nWhat it could not see", "bold"))
-    table = Table.grid(padding=(0, 1))
+    table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
-    for why in dict.fromkeys(silent(shadow).values()):
-        rules = ", ".join(rule for rule, reason in silent(shadow).items() if reason == why)
-        table.add_row(Text(f"  {rules}", "yellow"), Text(why))
-    table.add_row(Text("  noise", "yellow"), Text(f"the reward's noise floor stands on {shadow.known.noise_words}"))
-    if shadow.survey.unknown:
-        table.add_row(Text("  keys", "yellow"), Text(f"unknown, not used: {', '.join(sorted(shadow.survey.unknown))}"))
-    odd = {k: why for k, why in shadow.survey.unused.items() if why}
-    for key, why in odd.items():
-        table.add_row(Text(f"  {key}", "yellow"), Text(why))
-    for note in (*shadow.known.notes, *shadow.log.hints.remarks, *_reading_notes(shadow)):
-        table.add_row(Text("  note", "yellow"), Text(note))
+    for what, why in _gaps(shadow):
+        table.add_row(Text(f"  {what}", "yellow"), Text(why))
     console.print(table)
+
+
+def _gaps(shadow: Shadow) -> Iterator[tuple[str, str]]:
+    """(rules or subject, reason), one row a reason."""
+    reasons = silent(shadow)
+    unknown = [rule for rule in reasons if rule in shadow.known.silent]
+    if unknown:
+        knobs = [k for k in shadow.known.unknown if any(k in READS[rule] for rule in unknown)]
+        yield "knobs", f"not known: {', '.join(knobs)}"
+        yield "", f"so {', '.join(unknown)} are silent; tell them with --recipe or --knob"
+    for why in dict.fromkeys(why for rule, why in reasons.items() if rule not in unknown):
+        yield ", ".join(rule for rule, reason in reasons.items() if reason == why), why
+    yield "noise", f"the reward's noise floor stands on {shadow.known.noise_words}"
+    if shadow.survey.unknown:
+        yield "keys", f"unknown and not used: {', '.join(sorted(shadow.survey.unknown))}"
+    unused = {
+        key: why for key, why in shadow.survey.unused.items() if why and not why.endswith(" is read for step")
+    }
+    for why in dict.fromkeys(unused.values()):
+        yield "not used", f"{', '.join(k for k, w in unused.items() if w == why)}: {why}"
+    for note in (*shadow.known.notes, *shadow.log.hints.remarks, *_reading_notes(shadow)):
+        yield "note", note

@@ -15,6 +15,7 @@ Relative to the run's own numbers wherever that is possible: absolute thresholds
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from autotune.statistics import mad_sd, median, theil_sen
 
 ENOUGH = 16
 """Rollouts below which nothing is said about a healthy-looking run."""
+SLACK = 0.15
+"""A reward within this share of a level is still at it."""
 KL_STILL = 0.01
 """Nats/token to the reference: the documented edge of a model that hardly moves."""
 DRIFT_TARGET = 0.015
@@ -73,13 +76,13 @@ class Reward:
             return None
         size = max(len(values) // 4, 1)
         first, last = median(values[: min(size, 20)]), median(values[-min(size, 20) :])
-        sd = mad_sd([b - a for a, b in zip(values, values[1:], strict=False)] or [0.0]) / math.sqrt(2)
+        sd = mad_sd([b - a for a, b in itertools.pairwise(values)] or [0.0]) / math.sqrt(2)
         blocks = _blocks(values)
         if len(blocks) < 5:
             return cls(values, first, last, sd, False, False)
         trend = theil_sen(blocks)
         rising = trend.low > 0 and trend.rise >= sd > 0
-        falling = trend.high < 0 and -trend.rise >= sd > 0
+        falling = trend.high < 0 and -trend.rise >= max(sd, SLACK * abs(first)) > 0
         return cls(values, first, last, sd, rising, falling)
 
 
@@ -118,9 +121,8 @@ def verdict(shadow: Shadow) -> Verdict:
 
 
 def _collapse(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verdict | None:
-    falls = shadow.of("emergency")
-    last = falls[-1] if falls else None
-    if last is None or _healed(shadow, last):
+    last = next((fall for fall in shadow.of("emergency") if not _healed(shadow, fall)), None)
+    if last is None:
         return None
     onset = _onset(shadow, last)
     why = [f"step {last.step:g}: {last.reason.rsplit(':', 1)[0]}", *evidence]
@@ -159,7 +161,7 @@ def _healed(shadow: Shadow, last: Said) -> bool:
     if before is None or now is None:
         return not shadow.faults or all(not _faulty_at_end(shadow, name) for name in shadow.faults)
     reward = Reward.of(shadow.columns["reward_mean"])
-    slack = 0.15 * abs(before) + (reward.sd / math.sqrt(8) if reward else 0.0)
+    slack = SLACK * abs(before) + (reward.sd / math.sqrt(8) if reward else 0.0)
     return now >= before - slack
 
 
@@ -172,10 +174,14 @@ def _too_little(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> V
     if not shadow.survey.rows:
         words = "there is no metric line in this log"
         hints = shadow.log.hints
-        progress = [f"{hints.progress} progress lines were seen; its metrics go somewhere else"] * bool(hints.progress)
+        progress = [f"{hints.progress} progress lines were seen; its metrics go somewhere else"] * bool(
+            hints.progress
+        )
         return Verdict(Kind.CANNOT_TELL, words, [*progress, *hints.remarks])
     if reward is None:
-        return Verdict(Kind.CANNOT_TELL, "no key of this log is a reward; name it with --map reward_mean=…", evidence)
+        return Verdict(
+            Kind.CANNOT_TELL, "no key of this log is a reward; name it with --map reward_mean=…", evidence
+        )
     if len(reward.values) < ENOUGH:
         words = f"{len(reward.values)} rollouts are too few, {ENOUGH} are needed"
         return Verdict(Kind.CANNOT_TELL, words, evidence)
@@ -230,8 +236,8 @@ def _timid(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verdic
 def _healthy(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verdict | None:
     if reward is None or reward.falling:
         return None
-    peak = max(_blocks(reward.values, 8))
-    fell_back = peak - reward.last > 2 * reward.sd / math.sqrt(max(len(reward.values) / 8, 1)) + 0.15 * abs(peak)
+    peak = max(_blocks(reward.values, 4))
+    fell_back = peak - reward.last > 2 * reward.sd / math.sqrt(len(reward.values) / 4) + SLACK * abs(peak)
     if not reward.rising and fell_back:
         return None
     words = f"the reward rises from {reward.first:.3g} to {reward.last:.3g}"
@@ -250,7 +256,8 @@ def _falling_words(reward: Reward | None) -> str:
     if reward is None:
         return "there is no reward"
     peak = max(_blocks(reward.values, 8))
-    return f"the reward went from {reward.first:.3g} over {peak:.3g} to {reward.last:.3g}: no rise and no collapse"
+    way = f"from {reward.first:.3g} over {peak:.3g} to {reward.last:.3g}"
+    return f"the reward went {way}: neither a rise nor a collapse"
 
 
 # ------------------------------------------------------------------------------------- evidence
@@ -259,7 +266,9 @@ def _falling_words(reward: Reward | None) -> str:
 def _evidence(shadow: Shadow, reward: Reward | None) -> list[str]:
     lines = []
     if reward is not None:
-        lines.append(f"reward_mean {reward.first:.3g} -> {reward.last:.3g}, ±{reward.sd:.2g} from rollout to rollout")
+        lines.append(
+            f"reward_mean {reward.first:.3g} -> {reward.last:.3g}, ±{reward.sd:.2g} from rollout to rollout"
+        )
     for name, unit in (("kl_ref", " nats/token"), ("kl_step", " nats/token"), ("entropy", " nats/token")):
         values = finite(shadow.columns[name])
         if values:
@@ -267,7 +276,9 @@ def _evidence(shadow: Shadow, reward: Reward | None) -> list[str]:
     for name in ("clip_ratio", "truncated_fraction", "zero_std_fraction"):
         values = finite(shadow.columns[name])
         if values:
-            lines.append(f"{name} {median(values[:8]):.2%} -> {median(values[-8:]):.2%}, at most {max(values):.2%}")
+            lines.append(
+                f"{name} {median(values[:8]):.2%} -> {median(values[-8:]):.2%}, at most {max(values):.2%}"
+            )
     lines += [f"{reason} (first at step {step:g})" for step, reason in shadow.faults.values()]
     wild = _wild(shadow)
     return lines + ([wild] if wild else [])
@@ -281,4 +292,8 @@ def _wild(shadow: Shadow) -> str:
         return ""
     limit = 20 * max(median(values), KL_STILL)
     at = [k for k, v in enumerate(kl) if v > limit]
-    return f"kl_ref {kl[at[0]]:.3g} at step {shadow.steps[at[0]]:g}, once, normal again after it" if len(at) == 1 else ""
+    return (
+        f"kl_ref {kl[at[0]]:.3g} at step {shadow.steps[at[0]]:g}, once, normal again after it"
+        if len(at) == 1
+        else ""
+    )

@@ -10,6 +10,7 @@ its update metrics. Rows before the first reward have no rollout and are counted
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,13 @@ from autotune.metrics import FAMILIES, METRICS, Reading, Snapshot, read_metric
 
 UPDATE_METRICS = ("clip_ratio", "kl_ref", "entropy", "grad_norm", "loss", "kl_step", "learning_rate")
 """Measured at every update; the others once a rollout."""
-_EXTRA = ("kl_sum", "entropy_sum", "mixed_fraction", "stopped_fraction")
-"""Columns from which one of our metrics is computed."""
+DERIVED = {
+    "kl_sum": "kl_ref",
+    "mixed_fraction": "zero_std_fraction",
+    "stopped_fraction": "truncated_fraction",
+    "reward_top": "reward_std",
+}
+"""A column that is none of our metrics -> the metric that is computed from it."""
 
 
 @dataclass(slots=True)
@@ -86,8 +92,7 @@ class Survey:
     @property
     def metrics(self) -> list[str]:
         """Our metrics that this log holds."""
-        derived = {"kl_sum": "kl_ref", "mixed_fraction": "zero_std_fraction", "stopped_fraction": "truncated_fraction"}
-        names = {derived.get(c.ours, c.ours) for c in self.plan.values()} - set(self.rounded_away)
+        names = {DERIVED.get(c.ours, c.ours) for c in self.plan.values()} - set(self.rounded_away)
         return sorted(n for n in names if n in METRICS or n.startswith(tuple(FAMILIES)))
 
     @property
@@ -138,7 +143,7 @@ def _count(rows: Iterable[Row], keys: dict[str, KeyStats]) -> tuple[int, int]:
             stats.add(value)
         if count <= 1000 and (step := _step(row)) is not None:
             steps.append(step)
-    gaps = [b - a for a, b in zip(steps, steps[1:], strict=False) if b > a]
+    gaps = [b - a for a, b in itertools.pairwise(steps) if b > a]
     return count, int(middle(gaps)) if gaps else 0
 
 
@@ -179,12 +184,16 @@ def _set_aside(found: Survey, key: str, stats: KeyStats) -> None:
 def _mapped(found: Survey, mapping: Mapping[str, str]) -> None:
     for ours, theirs in mapping.items():
         if ours not in METRICS and not ours.startswith(tuple(FAMILIES)) and ours != "step":
-            raise InputError(f"--map {ours}={theirs}: {ours!r} is none of our metrics; see autotune.metrics.METRICS")
+            raise InputError(
+                f"--map {ours}={theirs}: {ours!r} is none of our metrics; see autotune.metrics.METRICS"
+            )
         key, star, factor = theirs.rpartition("*")
         name, scale = (key, _factor(ours, theirs, factor)) if star else (theirs, 1.0)
         real = next((k for k in found.keys if name in (k, normal_key(k))), None)
         if real is None:
-            raise InputError(f"--map {ours}={theirs}: no row has {name!r}; there are {', '.join(sorted(found.keys))}")
+            raise InputError(
+                f"--map {ours}={theirs}: no row has {name!r}; there are {', '.join(sorted(found.keys))}"
+            )
         found.plan = {k: c for k, c in found.plan.items() if c.ours != ours}
         found.plan[real] = Column(ours, scale, "mapped by you")
         found.unknown = [k for k in found.unknown if k != real]
@@ -195,7 +204,9 @@ def _factor(ours: str, theirs: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"--map {ours}={theirs}: {text!r} is not a number; expected their_key*0.01") from None
+        raise InputError(
+            f"--map {ours}={theirs}: {text!r} is not a number; expected their_key*0.01"
+        ) from None
 
 
 def _percent(found: Survey) -> None:
@@ -316,6 +327,10 @@ class Reader:
         kl, total, per_token = row.get("kl_sum"), row.get("entropy_sum"), row.get("entropy")
         if kl is not None and total and per_token and total > per_token:
             scalars["kl_ref"] = kl / (total / per_token)  # tokens an answer, by its two entropies
+        mean, top, bottom = row.get("reward_mean"), row.get("reward_top"), row.get("reward_bottom")
+        if "reward_std" not in scalars and None not in (mean, top, bottom):
+            inside = max((top - mean) * (mean - bottom), 0.0)  # type: ignore[operator]
+            scalars["reward_std"] = math.sqrt(inside)  # the largest std these allow; exact for 0/1
         if (mixed := row.get("mixed_fraction")) is not None:
             scalars["zero_std_fraction"] = 1 - mixed
         if (stopped := row.get("stopped_fraction")) is not None:

@@ -177,7 +177,11 @@ def _text_format(path: Path, start: str) -> str:
     if not lines:
         raise InputError(f"{path} is empty; expected metric lines")
     first = lines[0].strip()
-    if path.suffix == ".json" or first in ("{", "[") or (first.startswith("[") and first[1:].strip()[:1] == "{"):
+    if (
+        path.suffix == ".json"
+        or first in ("{", "[")
+        or (first.startswith("[") and first[1:].strip()[:1] == "{")
+    ):
         return "JSON" if json_line(first) is None or len(lines) == 1 else "JSONL"
     for line in lines:
         row, parser = _any_format(unprefixed(line))

@@ -26,7 +26,9 @@ def json_rows(path: Path, hints: Hints) -> Iterator[Row]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}. Expected trainer_state.json or a list of rows") from None
+        raise InputError(
+            f"{path} is not JSON: {error}. Expected trainer_state.json or a list of rows"
+        ) from None
     if isinstance(document, Mapping):
         _trainer_state(document, hints)
         document = document.get("log_history", [document])
@@ -64,7 +66,9 @@ def mlflow_sqlite(path: Path, run: str, hints: Hints) -> Iterator[Row]:
     """A run in MLflow's SQLite store; `run` is an id or a name, or the newest one."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         run_id = _run_id(db, path, run)
-        params = {k: number(v) for k, v in db.execute("select key, value from params where run_uuid = ?", (run_id,))}
+        params = {
+            k: number(v) for k, v in db.execute("select key, value from params where run_uuid = ?", (run_id,))
+        }
         trl_args(params, hints)
         query = "select key, step, value, is_nan from metrics where run_uuid = ? order by step, timestamp"
         points = (

@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autotune.metrics import METRICS
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -98,7 +100,10 @@ TRL = Table(
         (r"rewards/.+/std", ""),
         (r"clip_ratio/(low|high)_.*", "one side only; clip_ratio/region_mean is both"),
         (r"completions/(min|max|mean)_(length|terminated_length)", ""),
-        (r"sampling/sampling_logp_difference/.*", "absolute differences, not a k3: no sensor for kl_mismatch"),
+        (
+            r"sampling/sampling_logp_difference/.*",
+            "absolute differences, not a k3: no sensor for kl_mismatch",
+        ),
         (r"sampling/importance_sampling_ratio/.*", "a mean of ratios, not a k3: no sensor for kl_mismatch"),
         (r"epoch|num_tokens|episode|eps|profiling/.*|total_flos|eval[_/].*|global_step", ""),
         (r"train_(runtime|samples_per_second|steps_per_second|loss|tokens.*)", ""),
@@ -141,6 +146,8 @@ VERL = Table(
         "step": _C("step"),
         "training/global_step": _C("step", rank=-1),
         "critic/score/mean": _C("reward_mean", estimator="raw score"),
+        "critic/score/max": _C("reward_top"),
+        "critic/score/min": _C("reward_bottom"),
         "actor/kl_loss": _C("kl_ref", estimator="k3 (low_var_kl)", rank=2),
         "actor/reward_kl_penalty": _C("kl_ref", estimator="k1", rank=1),
         "critic/kl": _C("kl_ref", estimator="k1"),
@@ -169,7 +176,9 @@ VERL = Table(
         "critic/lr": _C("knob:critic_learning_rate", coarse=True),
         "critic/lr(1e-4)": _C("knob:critic_learning_rate", scale=1e-4, coarse=True),
     },
-    patterns=_patterns((r"val-core/.+/(?:acc|reward)/mean@\d+", "eval_score"), (r"val/test_score/.+", "eval_score")),
+    patterns=_patterns(
+        (r"val-core/.+/(?:acc|reward)/mean@\d+", "eval_score"), (r"val/test_score/.+", "eval_score")
+    ),
     skip=_skips(
         (r"actor/ppo_kl", _K1),
         (r"actor/pg_clipfrac_lower", "dual clip, not the low side"),
@@ -180,7 +189,7 @@ VERL = Table(
         (r"(perf|mfu|timing|timing_s|timing_per_token|timing_per_token_ms)/.*", ""),
         (r"(training|rollout_corr|num_turns|turns|state_tokens|val-aux|val-core|val|reward)/.*", ""),
     ),
-    missing={"kl_step": f"actor/ppo_kl is {_K1}", "reward_std": "this trainer logs no reward std"},
+    missing={"kl_step": f"actor/ppo_kl is {_K1}"},
 )
 
 OPENRLHF = Table(
@@ -260,7 +269,9 @@ NEMO = Table(
         "truncation_rate": _C("truncated_fraction"),
         "baseline_reward/pct_mixed": _C("mixed_fraction"),
     },
-    skip=_skips((r"probs_ratio.*", "no share of clipped tokens"), (r"(timing|performance|validation)/.*", "")),
+    skip=_skips(
+        (r"probs_ratio.*", "no share of clipped tokens"), (r"(timing|performance|validation)/.*", "")
+    ),
     missing={"kl_step": _NO_DRIFT, "clip_ratio": "this trainer logs ratio means, not a clipped share"},
 )
 
@@ -299,9 +310,11 @@ PRIME = Table(
         "perf/throughput": _C("tokens_per_second"),
         "is_truncated/mean": _C("truncated_fraction"),
     },
-    patterns=_patterns((r"train/agg/(?:all|effective)/[^/]+/reward/mean", "reward_mean"),
-                       (r"train/agg/(?:all|effective)/[^/]+/num_output_tokens/mean", "response_length_mean"),
-                       (r"train/agg/(?:all|effective)/[^/]+/is_truncated/mean", "truncated_fraction")),
+    patterns=_patterns(
+        (r"train/agg/(?:all|effective)/[^/]+/reward/mean", "reward_mean"),
+        (r"train/agg/(?:all|effective)/[^/]+/num_output_tokens/mean", "response_length_mean"),
+        (r"train/agg/(?:all|effective)/[^/]+/is_truncated/mean", "truncated_fraction"),
+    ),
     skip=_skips(
         (r"is_masked.*", "tokens masked by the loss, which is not a clipped ratio"),
         (r"(time|perf|progress|off_policy|loss|entropy|train|optim|masked_.*|unmasked_.*)(/.*)?", ""),
@@ -312,7 +325,11 @@ PRIME = Table(
 EASYR1 = Table(
     trainer="easyr1",
     columns={
-        **{k: c for k, c in VERL.columns.items() if k not in ("actor/entropy", "actor/entropy_loss", "actor/pg_clipfrac")},
+        **{
+            k: c
+            for k, c in VERL.columns.items()
+            if k not in ("actor/entropy", "actor/entropy_loss", "actor/pg_clipfrac")
+        },
         "actor/pg_clipfrac_higher": _C("clip_ratio", estimator="both sides, in spite of its name"),
         "reward/overall": _C("reward_mean", rank=-1),
     },
@@ -339,17 +356,9 @@ AREAL = Table(
     missing={"kl_step": _NO_DRIFT},
 )
 
-CANONICAL = (
-    "reward_mean reward_std clip_ratio ratio_low ratio_in ratio_high kl_ref kl_step kl_mismatch entropy "
-    "grad_norm loss value_loss learning_rate response_length_mean response_length_p50 response_length_p95 "
-    "response_length_p995 response_length_max truncated_fraction prompt_length_mean prompt_length_max "
-    "prompts_cut zero_std_fraction rollout_success_rate gpu_memory_fraction gpu_utilization "
-    "tokens_per_second data_age eval_score updates_skipped"
-).split()
-
 OURS = Table(
     trainer="autotune",
-    columns={name: _C(name) for name in CANONICAL} | {"rollout": _C("step"), "step": _C("step", rank=-1)},
+    columns={name: _C(name) for name in METRICS} | {"rollout": _C("step"), "step": _C("step", rank=-1)},
     patterns=_patterns((r"reward/(.+)", "reward/{}"), (r"time/(.+)", "time/{}")),
     skip=_skips((r"knob/.*|state/.*|control/.*|system/.*|action/.*|epoch|decision.*", "")),
 )
