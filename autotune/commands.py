@@ -176,8 +176,9 @@ def wanted_values(
     wanted = {real: value for name, value in values.items() for real in expand(name)}
     for name, value in wanted.items():
         _check(name, value, knobs, facts)
-    trial = _derive({**knobs, **wanted}, wanted, facts)
-    if all(name in trial for name in BATCHES):
+    trial = {**knobs, **wanted}
+    if wanted.keys() & set(BATCHES) and all(name in trial for name in BATCHES):
+        trial = _derive(trial, wanted, facts)
         problems = [message for _, message in batch_problems(trial, facts.world_size)]
         batches = wanted.get("num_rollout_batches")
         if batches is not None and batches != trial["num_rollout_batches"]:
@@ -219,8 +220,6 @@ def _unit(unit: str) -> str:
 
 def _derive(trial: dict[str, float], wanted: Mapping[str, float], facts: RunFacts) -> dict[str, float]:
     """Micro batches and the number of sampling batches follow from what they divide."""
-    if any(name not in trial for name in BATCHES):
-        return trial
     n, ranks = int(trial["rollout_n"]), facts.world_size
     mini, share = int(trial["ppo_mini_batch_size"]) * n // ranks, int(trial["train_batch_size"]) * n // ranks
     amount = {"train_batch_size", "rollout_n"} & wanted.keys()

@@ -97,6 +97,13 @@ def cooled_down(q: Question) -> str:
     return f"cooldown of {q.proposal.knob}: {left} more rollout(s)" if left > 0 else ""
 
 
+def left_to_the_hand(q: Question) -> str:
+    """What a human set is given a window's time before a rule, regulators too, goes on from it."""
+    names = {"*", q.proposal.knob, *expand(q.proposal.knob)}
+    left = max((q.ledger.hands_off.get(name, 0) for name in names)) - q.ctx.rollout
+    return f"a human's hand was here: left alone for {left} more rollout(s)" if left > 0 else ""
+
+
 def not_locked(q: Question) -> str:
     left = q.ledger.locks.get(q.proposal.knob, 0) - q.ctx.rollout
     return f"{q.proposal.knob} was reverted: locked for {left} more rollout(s)" if left > 0 else ""
@@ -123,6 +130,7 @@ CALM: tuple[Guard, ...] = (
     not_frozen,
     one_in_flight,
     probation_knob,
+    left_to_the_hand,
     not_locked,
     cooled_down,
     direction_kept,

@@ -4,7 +4,8 @@ Each is bumpless. A pause lets go of everything in flight; the controller then o
 and raises alarms, and moves nothing. A resumed one starts with a cooldown and with empty windows (a
 new config epoch), never from what it was about to do before. A value set by hand is the controller's
 own new starting point: it is what the next read-back must be, so there is no alarm about another
-writer, and whatever was being judged can no longer be told apart from it: inconclusive.
+writer; no rule moves it for a window's time; and whatever was being judged can no longer be told apart
+from it: inconclusive. Emergencies alone do not wait, save for a pause.
 
 These functions know the ledger alone, so a journal with `command` lines replays like any other.
 """
@@ -73,6 +74,7 @@ def _resume(ledger: Ledger, pace: Pace) -> str:
         return "was not paused"
     ledger.paused = False
     ledger.epoch += 1
+    ledger.hands_off = {"*": ledger.last_rollout + 1 + pace.window}
     _cool_down(ledger, pace)
     return "resumed: windows start anew from the knobs as they are"
 
@@ -98,6 +100,7 @@ def _set(ledger: Ledger, applied: Sequence[Applied], pace: Pace, regulated: Regu
     _end_probation(ledger, f"{moved} was set by hand while it was being judged: stays", pace)
     for item in applied:
         _accept(ledger, item)
+        ledger.hands_off[item.knob] = ledger.last_rollout + 1 + pace.window
     rules = [rule for rule, moves in regulated.items() if {r for k in moves for r in expand(k)} & set(names)]
     _let_go(ledger, [r for r in rules if r in ledger.engagements], regulated, f"{moved} was set by hand")
     for rule in rules:

@@ -82,6 +82,8 @@ class Ledger:
     """A human took the controller's hands off the run."""
     pinned: list[str] = field(default_factory=list)
     """Real knobs that only a person may move: the recipe's pins, then what was pinned by hand."""
+    hands_off: dict[str, int] = field(default_factory=dict)
+    """Knob that was set by hand (or "*", after a pause) -> first rollout at which a rule may move it."""
     closed: list[Verdict] = field(default_factory=list)
     """Judgements that a human's hand ended; told with the next decision."""
     last_rollout: int = -1
