@@ -100,7 +100,7 @@ def cooled_down(q: Question) -> str:
 def left_to_the_hand(q: Question) -> str:
     """What a human set is given a window's time before a rule, regulators too, goes on from it."""
     names = {"*", q.proposal.knob, *expand(q.proposal.knob)}
-    left = max((q.ledger.hands_off.get(name, 0) for name in names)) - q.ctx.rollout
+    left = max(q.ledger.hands_off.get(name, 0) for name in names) - q.ctx.rollout
     return f"a human's hand was here: left alone for {left} more rollout(s)" if left > 0 else ""
 
 
