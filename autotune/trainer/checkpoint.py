@@ -5,6 +5,7 @@
         optimizer.safetensors   float32 weights and Adam's moments by parameter name; step count
         state.json              what the loop needs to go on: cursor, knobs, controller, …
         manifest.json           size and SHA-256 of every file above
+        critic/                 the same of PPO's critic: config, weights, optimizer.safetensors
     root/latest                 name of the newest one, for people and scripts
 
 *Writing.* Everything goes into a hidden folder beside its final place; files and folder are flushed
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from autotune.trainer.critic import Critic
     from autotune.trainer.engine import Engine
 
 FORMAT = 1
@@ -47,6 +49,7 @@ MANIFEST, STATE, OPTIMIZER, LATEST = (
     "optimizer.safetensors",
     "latest",
 )
+CRITIC = "critic"
 
 _FOLDER = re.compile(r"rollout-(\d{5,})")
 _HIDDEN = ".unfinished-"
@@ -64,6 +67,7 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Any],
     keep: int,
+    critic: Critic | None = None,
     on_phase: Callable[[str], None] | None = None,
 ) -> Path:
     """Write `root/rollout-NNNNN` and return its path.
@@ -75,6 +79,7 @@ def save_checkpoint(
         model: The model inside the engine, saved for `from_pretrained`.
         tokenizer: Saved beside it.
         state: JSON-able facts that `load_checkpoint` gives back unchanged.
+        critic: PPO's value model and its engine, saved in a folder of their own.
         keep: How many of the newest stay, besides the first.
         on_phase: Called with `save:files` and `save:renamed` as these are reached.
 
@@ -86,6 +91,8 @@ def save_checkpoint(
     text = _state_text(state)
     tensors, steps = engine.state_tensors(), engine.steps()  # collective: before rank 0 goes alone
     _refuse_non_finite(tensors, target)
+    values, value_steps = (critic.engine.state_tensors(), critic.engine.steps()) if critic else ({}, 0)
+    _refuse_non_finite(values, target)
     if engine.rank != 0:
         return target
     root.mkdir(parents=True, exist_ok=True)
@@ -94,6 +101,10 @@ def save_checkpoint(
     unfinished.mkdir()
     _write_model(unfinished, model, tokenizer)
     _write_optimizer(unfinished / OPTIMIZER, tensors, steps)
+    if critic is not None:
+        (unfinished / CRITIC).mkdir()
+        critic.model.save_pretrained(unfinished / CRITIC)
+        _write_optimizer(unfinished / CRITIC / OPTIMIZER, values, value_steps)
     (unfinished / STATE).write_text(text, encoding="utf-8")
     _seal(unfinished, rollout)
     _report(on_phase, "save:files")
@@ -117,20 +128,19 @@ def find_checkpoints(root: Path) -> list[Path]:
     return good
 
 
-def load_checkpoint(path: Path, engine: Engine) -> dict[str, Any]:
-    """Put a checkpoint's weights, moments and step count into the engine; return its `state`.
+def load_checkpoint(path: Path, engine: Engine, critic: Engine | None = None) -> dict[str, Any]:
+    """Put a checkpoint's weights, moments and step counts into the engines; return its `state`.
 
     Raises:
         CheckpointError: A file is missing or altered, or the model is another one.
     """
-    from safetensors import safe_open
-
     path = Path(path)
     _verify(path)
-    with safe_open(path / OPTIMIZER, framework="pt") as file:
-        steps = int(file.metadata()["steps"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    engine.load_state(tensors, steps)
+    if critic is not None and not (path / CRITIC / OPTIMIZER).is_file():
+        raise CheckpointError(f"{path} holds no critic: it is of a run with another algorithm than ppo")
+    _read_optimizer(path / OPTIMIZER, engine)
+    if critic is not None:
+        _read_optimizer(path / CRITIC / OPTIMIZER, critic)
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     return state
 
@@ -162,7 +172,9 @@ def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # the run's screen is the place for progress
     try:
-        model.save_pretrained(folder)
+        # Asked about embeddings, peft would look for the base model on the hub.
+        adapters = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+        model.save_pretrained(folder, **adapters)
         tokenizer.save_pretrained(folder)
     finally:
         if bars:
@@ -173,6 +185,15 @@ def _write_optimizer(path: Path, tensors: dict[str, Tensor], steps: int) -> None
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt", "steps": str(steps)})
+
+
+def _read_optimizer(path: Path, engine: Engine) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        steps = int(file.metadata()["steps"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    engine.load_state(tensors, steps)
 
 
 # -- whole or not there ------------------------------------------------------------------------

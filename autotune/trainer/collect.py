@@ -1,10 +1,16 @@
-"""One rollout's data: prompts drawn, responses sampled, scored and compared with their siblings."""
+"""One rollout's data: prompts drawn, responses sampled and scored.
+
+With dynamic sampling, groups without signal are replaced by new prompts for some further rounds; what
+is learnt from are the groups with signal, filled up with the others if there are still too few. What
+is *said* about the rollout is said about everything that was drawn: a reward averaged over the kept
+groups alone would rise to the middle of its range by selection.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from autotune.trainer.advantages import group_advantages, zero_std_groups
+from autotune.trainer.advantages import zero_std_groups
 from autotune.trainer.forward import TokenBatch
 from autotune.trainer.ranks import Ranks, Rows
 from autotune.trainer.rewards import Rewards
@@ -45,9 +51,47 @@ class Scores:
 
     total: Column
     components: dict[str, Column]
-    advantages: Tensor
-    """float32 [N] on the CPU."""
-    zero_std_fraction: float
+    silent: NDArray[np.bool_]
+    """Groups whose scored rewards are all equal: no signal, [P]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A rollout's data: what is learnt from, and everything that was drawn for it."""
+
+    kept: Samples
+    rewards: Tensor
+    """Of the kept samples, NaN where one could not be scored, float64 [N] on the CPU."""
+    drawn: Samples
+    scores: Scores
+    """Of everything drawn."""
+
+
+def collect(draw_round: Callable[[int, int], tuple[Samples, Scores]], wanted: int, rounds: int) -> Collected:
+    """Draw `wanted` prompts' groups, and replace silent ones for up to `rounds` further rounds.
+
+    Args:
+        draw_round: (prompts drawn so far, prompts to draw) -> their samples and scores.
+        wanted: prompts of the rollout.
+        rounds: further rounds at most; 0 keeps whatever comes.
+    """
+    samples, scores = draw_round(0, wanted)
+    group = len(samples.lengths) // wanted
+    for _ in range(rounds):
+        missing = wanted - int((~scores.silent).sum())
+        if missing <= 0:
+            break
+        more = draw_round(len(scores.silent), missing)
+        samples, scores = _joined_samples(samples, more[0]), _joined_scores(scores, more[1])
+    kept = np.argsort(scores.silent, kind="stable")[:wanted]  # with signal first, each in its order
+    rows = (np.sort(kept)[:, None] * group + np.arange(group)).ravel()
+    whole = len(rows) == len(samples.lengths)
+    return Collected(
+        kept=samples if whole else _chosen(samples, rows, group),
+        rewards=torch.from_numpy(scores.total[rows]),
+        drawn=samples,
+        scores=scores,
+    )
 
 
 def sample_all(
@@ -120,13 +164,70 @@ def score_all(
 
 def _scores(whole: Tensor, names: list[str], group: int) -> Scores:
     total = whole[:, 0].view(-1, group)  # [P, n]
-    scored = total.isfinite()  # [P, n]
     columns = whole.numpy().T  # [1 + components, N]
     return Scores(
         total=columns[0],
         components=dict(zip(names, columns[1:], strict=True)),
-        advantages=group_advantages(total, scored).flatten().float(),
-        zero_std_fraction=float(zero_std_groups(total, scored).double().mean()),
+        silent=zero_std_groups(total, total.isfinite()).numpy(),
+    )
+
+
+def _joined_scores(first: Scores, second: Scores) -> Scores:
+    components = {n: np.concatenate([c, second.components[n]]) for n, c in first.components.items()}
+    return Scores(
+        total=np.concatenate([first.total, second.total]),
+        components=components,
+        silent=np.concatenate([first.silent, second.silent]),
+    )
+
+
+def _joined_samples(first: Samples, second: Samples) -> Samples:
+    known = first.sampler_log_probs is not None and second.sampler_log_probs is not None
+    log_probs = (first.sampler_log_probs, second.sampler_log_probs) if known else None
+    return Samples(
+        batch=_joined_batches(first.batch, second.batch),
+        sampler_log_probs=torch.cat(log_probs) if log_probs else None,  # type: ignore[arg-type]
+        lengths=np.concatenate([first.lengths, second.lengths]),
+        truncated=np.concatenate([first.truncated, second.truncated]),
+        prompt_lengths=np.concatenate([first.prompt_lengths, second.prompt_lengths]),
+        prompts_cut=first.prompts_cut + second.prompts_cut,
+    )
+
+
+def _joined_batches(*batches: TokenBatch) -> TokenBatch:
+    """Rows under each other, prompts padded on the left to the widest."""
+    width = max(batch.prompt_ids.shape[1] for batch in batches)
+    ids = torch.cat([_left(batch.prompt_ids, width) for batch in batches])  # [N, L]
+    masks = torch.cat([_left(_prompt_mask(batch), width) for batch in batches])  # [N, L]
+    return TokenBatch(
+        ids,
+        None if all(b.prompt_mask is None and b.prompt_ids.shape[1] == width for b in batches) else masks,
+        torch.cat([batch.response_ids for batch in batches]),
+        torch.cat([batch.response_mask for batch in batches]),
+    )
+
+
+def _left(rows: Tensor, width: int) -> Tensor:
+    """Fill [B, l] on the left to [B, width] with zeros: an id that is masked, or False."""
+    return torch.nn.functional.pad(rows, (width - rows.shape[1], 0))
+
+
+def _prompt_mask(batch: TokenBatch) -> Tensor:
+    mask = batch.prompt_mask
+    return torch.ones_like(batch.prompt_ids, dtype=torch.bool) if mask is None else mask
+
+
+def _chosen(samples: Samples, rows: Rows, group: int) -> Samples:
+    """Some groups of the samples."""
+    index = torch.from_numpy(rows).to(samples.batch.response_ids.device)
+    log_probs = samples.sampler_log_probs
+    return replace(
+        samples,
+        batch=samples.batch.rows(index, samples.batch.response_ids.shape[1]),
+        sampler_log_probs=None if log_probs is None else log_probs[index],
+        lengths=samples.lengths[rows],
+        truncated=samples.truncated[rows],
+        prompt_lengths=samples.prompt_lengths[rows[::group] // group],
     )
 
 
@@ -138,7 +239,7 @@ def describe(samples: Samples, scores: Scores) -> dict[str, float | None]:
         "reward_mean": float(scored.mean()) if scored.size else None,
         "reward_std": float(scored.std()) if scored.size else None,
         **{f"reward/{name}": _mean(column) for name, column in scores.components.items()},
-        "zero_std_fraction": scores.zero_std_fraction,
+        "zero_std_fraction": float(scores.silent.mean()),
         "rollout_success_rate": scored.size / scores.total.size,
         "response_length_mean": float(length.mean()),
         "response_length_p50": p50,

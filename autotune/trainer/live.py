@@ -12,7 +12,7 @@ value), `rollout_micro_batch_size` (the same for a rank's share of the rollout) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autotune.errors import AdapterError
@@ -21,7 +21,11 @@ from autotune.knobs import KNOBS, batch_problems, divisors, fit_micro_batch
 Vector = dict[str, float]
 
 _AMOUNT = ("train_batch_size", "rollout_n")
-_STRICTLY_POSITIVE = ("actor_learning_rate", "temperature", "clip_range_low", "clip_range_high")
+_RATES = ("actor_learning_rate", "critic_learning_rate")
+_STRICTLY_POSITIVE = (*_RATES, "temperature", "clip_range_low", "clip_range_high")
+
+UseRate = Callable[[float], float]
+"""Puts a peak learning rate into an optimizer; the one found there afterwards."""
 
 
 class LiveKnobs:
@@ -34,7 +38,9 @@ class LiveKnobs:
         world_size: int = 1,
         context: int | None = None,
         has_reference: bool = True,
-        use_learning_rate: Callable[[float], float] | None = None,
+        use_learning_rate: UseRate | None = None,
+        use_critic_learning_rate: UseRate | None = None,
+        smallest_group: int = 2,
     ) -> None:
         """Start from the recipe's vector.
 
@@ -43,15 +49,19 @@ class LiveKnobs:
             world_size: number of ranks.
             context: longest sequence of the model in tokens, where it has one.
             has_reference: whether a reference model was built; without one `kl_coef` stays 0.
-            use_learning_rate: puts a peak learning rate into the optimizer and returns the one
-                found there afterwards.
+            use_learning_rate: puts a peak learning rate into the actor's optimizer and returns the
+                one found there afterwards.
+            use_critic_learning_rate: the same for the critic.
+            smallest_group: lowest `rollout_n`: 1 where a critic needs no siblings.
         """
         self.epoch = 0
         self._values = dict(values)
         self._world_size = world_size
         self._context = context
         self._has_reference = has_reference
-        self._use_learning_rate = use_learning_rate
+        self._use_rate = {"actor_learning_rate": use_learning_rate}
+        self._use_rate["critic_learning_rate"] = use_critic_learning_rate
+        self._smallest_group = smallest_group
         self._wanted = {k: values[k] for k in ("micro_batch_size", "rollout_micro_batch_size")}
 
     def __getitem__(self, name: str) -> float:
@@ -85,8 +95,7 @@ class LiveKnobs:
         trial = self._derived({**self._values, **values}, values)
         self._check_algebra(trial, values)
         self._check_context(trial)
-        if "actor_learning_rate" in values:
-            self._into_optimizer(trial["actor_learning_rate"])
+        self._into_optimizers({name: trial[name] for name in _RATES if name in values})
         self._wanted |= _explicit(values, self._values)
         self._values = trial
         return {name: self._values[name] for name in values}
@@ -112,7 +121,7 @@ class LiveKnobs:
         """One value on its own."""
         if name not in self._values:
             raise AdapterError(f"{name} is not a knob of this trainer; it has {sorted(self._values)}")
-        floor = 2 if name == "rollout_n" else 1
+        floor = self._smallest_group if name == "rollout_n" else 1
         if not math.isfinite(value) or value < 0:
             raise AdapterError(f"{name} = {value:g}: expected a finite number, not below 0")
         if KNOBS[name].integer and (value != int(value) or value < floor):
@@ -160,12 +169,22 @@ class LiveKnobs:
                 f" context is {self._context}; lower one of them"
             )
 
-    def _into_optimizer(self, peak: float) -> None:
-        if self._use_learning_rate is None:
-            return
-        found = self._use_learning_rate(peak)
-        if abs(found - peak) > 1e-9 * peak:
-            raise AdapterError(f"actor_learning_rate: set {peak:g}, the optimizer has {found:g}")
+    def _into_optimizers(self, peaks: Vector) -> None:
+        """Both rates or none: one that is not found there puts the other back."""
+        for name, peak in peaks.items():
+            use = self._use_rate[name]
+            if use is None:
+                continue
+            found = use(peak)
+            if abs(found - peak) > 1e-9 * peak:
+                self._back_into_optimizers(peaks)
+                raise AdapterError(f"{name}: set {peak:g}, the optimizer has {found:g}")
+
+    def _back_into_optimizers(self, names: Iterable[str]) -> None:
+        for name in names:
+            use = self._use_rate[name]
+            if use is not None:
+                use(self._values[name])
 
 
 def _whole(name: str, value: float) -> float:

@@ -20,12 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from autotune.decisions import RunFacts
 from autotune.errors import AdapterError, CheckpointError, ControlStop
 from autotune.recipe import Recipe, knob_vector, recipe_facts
+from autotune.trainer.algorithms import ALGORITHMS
 from autotune.trainer.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
 from autotune.trainer.clock import PhaseClock
-from autotune.trainer.collect import Samples, Scores, describe, sample_all, score_all
+from autotune.trainer.collect import Collected, Samples, Scores, collect, describe, sample_all, score_all
+from autotune.trainer.credit import Credit, critic_credit, group_credit, kl_penalty
+from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
 from autotune.trainer.interrupts import held_interrupts
 from autotune.trainer.live import LiveKnobs
@@ -39,6 +45,7 @@ from autotune.trainer.schedule import factor
 from autotune.trainer.update import (
     BatchKnobs,
     Experience,
+    MicroBatch,
     MiniBatch,
     Updater,
     first_epoch,
@@ -47,6 +54,7 @@ from autotune.trainer.update import (
     measure_drift,
     score_samples,
     seeded_dropout,
+    with_signal,
 )
 
 OnPhase = Callable[[str, int], None]
@@ -54,7 +62,7 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class Trainer:
-    """One GRPO run of a recipe in a folder."""
+    """One run of a recipe in a folder."""
 
     def __init__(
         self,
@@ -82,12 +90,13 @@ class Trainer:
         self.rollout = 0
         self.restored_state: dict[str, Any] | None = None
         self._cursor = 0  # prompts drawn so far
+        self._drawn = 0  # prompts of the rollout in progress
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
         self._on_event = on_event or (lambda name, payload: None)
         self._extra_state = extra_state or dict
         self.parts = build_parts(recipe)
-        self._before: object | None = None  # engine snapshot from before this rollout's updates
+        self._before: list[object] = []  # snapshots of every engine from before this rollout's updates
         self._half_done = False  # this rollout's updates have begun, its record is not out
         self._saved = -1  # rollout of the newest checkpoint written by this process
         self.live = LiveKnobs(
@@ -95,7 +104,9 @@ class Trainer:
             world_size=self.parts.ranks.size,
             context=getattr(self.parts.model.config, "max_position_embeddings", None),
             has_reference=self.parts.reference is not None,
-            use_learning_rate=self._use_learning_rate,
+            use_learning_rate=lambda peak: self._use_learning_rate(self.parts.engine, peak),
+            use_critic_learning_rate=self._use_critic_learning_rate,
+            smallest_group=1 if recipe.trainer.has_critic else 2,
         )
         if resume:
             self._resume()
@@ -129,12 +140,13 @@ class Trainer:
         Raises:
             AdapterError: the recipe keeps no such snapshot, or no rollout has been trained yet.
         """
-        if self._before is None:
+        if not self._before:
             raise AdapterError(
                 "there is no snapshot from before this rollout's updates: expected"
                 " trainer.veto_snapshot: true and a finished rollout; restore a checkpoint instead"
             )
-        self.parts.engine.restore(self._before)
+        for engine, before in zip(self._engines, self._before, strict=True):
+            engine.restore(before)
 
     def restore_checkpoint(self, before_rollout: int) -> int:
         """Bring back weights, moments and step count of the newest fitting checkpoint.
@@ -148,7 +160,7 @@ class Trainer:
         for path in find_checkpoints(self._checkpoints):
             rollout = checkpoint_rollout(path)
             if rollout <= before_rollout:
-                load_checkpoint(path, self.parts.engine)
+                self._load(path)
                 return rollout
         raise CheckpointError(
             f"no whole checkpoint of rollout {before_rollout} or before in {self._checkpoints}"
@@ -164,14 +176,20 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Give the engine's memory back."""
-        self.parts.engine.close()
+        """Give the engines' memory back."""
+        for engine in self._engines:
+            engine.close()
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """The actor's, and the critic's where there is one."""
+        critic = self.parts.critic
+        return [self.parts.engine] if critic is None else [self.parts.engine, critic.engine]
 
     # -- one rollout -------------------------------------------------------------------------------
 
     def _one_rollout(self, on_rollout: Callable[[RolloutRecord], None]) -> None:
         scores = self._evaluate_if_due()
-        prompts = self.live.count("train_batch_size")
         record = self._train(scores)
         self._on_phase("on_rollout", self.rollout)
         with held_interrupts():
@@ -180,7 +198,7 @@ class Trainer:
                 on_rollout(record)
             finally:  # whatever it raised, this rollout has happened
                 self.rollout += 1
-                self._cursor += prompts
+                self._cursor += self._drawn
         if self._checkpoint_due():
             self._save()
 
@@ -190,29 +208,42 @@ class Trainer:
         with clock.phase("total"):
             self._on_phase("rollout", self.rollout)
             with clock.phase("rollout"):
-                samples, scores = self._collect()
-            plan = self._plan(samples, scores)
+                data = self._collect()
+            plan = self._plan(data.kept)
             meters = self._meters(len(plan))
-            experience = self._experience(samples, scores, plan, meters, clock)
+            experience = self._experience(data, plan, meters, clock)
+            plan = with_signal(plan, experience.advantages)
             with clock.phase("update"):
                 moved = self._update(plan, experience, meters)
             with clock.phase("kl_step_forward"):
-                self._measure_drift(experience, samples, meters)
+                self._measure_drift(experience, data.kept, meters)
             measured = meters.finish(self.parts.ranks)
         return RolloutRecord(
             rollout=self.rollout,
             knobs=knobs,
             epoch=epoch,
-            scalars=self._scalars(samples, scores, measured, moved, clock, evaluation),
+            scalars=self._scalars(data, measured, moved, clock, evaluation),
             per_update=measured.per_update,
             histograms=measured.histograms,
             times=dict(clock.seconds),
         )
 
-    def _collect(self) -> tuple[Samples, Scores]:
+    def _collect(self) -> Collected:
+        group, rounds = self.live.count("rollout_n"), self.recipe.trainer.dynamic_sampling
+        at_least = -(-self.parts.ranks.size // group)  # every rank needs something to sample
+
+        def draw_round(before: int, count: int) -> tuple[Samples, Scores]:
+            return self._draw(before, max(count, at_least))
+
+        data = collect(draw_round, self.live.count("train_batch_size"), rounds)
+        self._drawn = len(data.scores.silent)
+        return data
+
+    def _draw(self, before: int, count: int) -> tuple[Samples, Scores]:
+        """Sample and score the next `count` prompts' groups, `before` prompts into the rollout."""
         parts, live = self.parts, self.live
-        group, count = live.count("rollout_n"), live.count("train_batch_size")
-        taken = take_prompts(len(parts.task.train), self.recipe.seed, self._cursor, count)
+        group = live.count("rollout_n")
+        taken = take_prompts(len(parts.task.train), self.recipe.seed, self._cursor + before, count)
         examples = [parts.task.train[i] for i in taken]
         encoded = [parts.task.prompt_ids(example) for example in examples]
         prompts = pad_prompts(encoded, live.count("max_prompt_length"), parts.pad_id)
@@ -221,16 +252,17 @@ class Trainer:
             rollout=self.rollout,
             temperature=live["temperature"],
             max_response_length=live.count("max_response_length"),
+            first_prompt=before,
         )
         chunk = live.count("rollout_micro_batch_size")
         samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks)
         scores = score_all(samples, examples, parts.rewards, parts.tokenizer, group, parts.ranks)
         return samples, scores
 
-    def _plan(self, samples: Samples, scores: Scores) -> list[MiniBatch]:
+    def _plan(self, samples: Samples) -> list[MiniBatch]:
         return make_plan(
             samples.lengths,
-            scores.advantages,
+            torch.ones(len(samples.lengths)),  # whether there is signal is known later
             BatchKnobs(**{name: self.live.count(name) for name in BatchKnobs.__slots__}),
             (self.recipe.seed, self.rollout),
             self.parts.ranks,
@@ -244,18 +276,19 @@ class Trainer:
             self.live["clip_range_high"],
             self.parts.reference is not None,
             self.parts.engine.device,
+            ratio=self.recipe.trainer.loss_kind,
+            has_critic=self.parts.critic is not None,
         )
 
     def _experience(
         self,
-        samples: Samples,
-        scores: Scores,
+        data: Collected,
         plan: list[MiniBatch],
         meters: Meters,
         clock: PhaseClock,
     ) -> Experience:
-        """Log-probs of the sampling weights, once, and of the reference."""
-        parts, batch, temperature = self.parts, samples.batch, self.live["temperature"]
+        """Log-probs of the sampling weights, once, of the reference, and the credit for it all."""
+        parts, batch, temperature = self.parts, data.kept.batch, self.live["temperature"]
         micro = first_epoch(plan, self.live.count("ppo_epochs"))
         with clock.phase("old_log_prob"):
             old, entropy = score_samples(
@@ -266,16 +299,34 @@ class Trainer:
             if parts.reference is not None:
                 ref, _ = score_samples(parts.reference, batch, micro, temperature, parts.ranks)
         if parts.ranks.rank == 0:  # everybody holds all of it, and meters are summed over ranks
-            sampler = samples.sampler_log_probs
+            sampler = data.kept.sampler_log_probs
             meters.add_sampled(old, entropy, ref, sampler, batch.response_mask)
-        return Experience(batch, scores.advantages.to(old.device), old, ref)
+        credit = self._credit(data, old, ref, micro, clock)
+        return Experience(batch, credit.advantages.to(old.device), old, ref, credit.targets)
+
+    def _credit(
+        self, data: Collected, old: Tensor, ref: Tensor | None, micro: list[MicroBatch], clock: PhaseClock
+    ) -> Credit:
+        """Advantages of the kept samples, and the critic's targets."""
+        trainer, critic, mask = self.recipe.trainer, self.parts.critic, data.kept.batch.response_mask
+        penalty = None
+        if ref is not None and trainer.kl.placement == "reward":
+            penalty = kl_penalty(old, ref, mask, self.live["kl_coef"])  # [N, R]
+        if critic is None:
+            algorithm = ALGORITHMS[trainer.algorithm]
+            return group_credit(algorithm, data.rewards, penalty, self.live.count("rollout_n"))
+        with clock.phase("values"):
+            values = critic.score(data.kept.batch, micro, self.parts.ranks)  # [N, R]
+        return critic_credit(data.rewards, penalty, values, mask, trainer.critic)
 
     def _update(self, plan: list[MiniBatch], experience: Experience, meters: Meters) -> list[bool]:
         """All updates of this rollout; says which of them moved the weights."""
-        engine, recipe = self.parts.engine, self.recipe
+        engine, critic, recipe = self.parts.engine, self.parts.critic, self.recipe
         engine.set_learning_rate(self.live["actor_learning_rate"] * self._factor(self.rollout))
-        self._before = engine.snapshot() if recipe.trainer.veto_snapshot else None
-        updater = Updater(engine, experience, self._loss_knobs(), self.live["temperature"])
+        if critic is not None:
+            critic.engine.set_learning_rate(self.live["critic_learning_rate"] * self._factor(self.rollout))
+        self._before = [e.snapshot() for e in self._engines] if recipe.trainer.veto_snapshot else []
+        updater = Updater(engine, experience, self._loss_knobs(), self.live["temperature"], critic)
         moved = []
         self._half_done = True
         with seeded_dropout(torch_seed(Stream.DROPOUT, recipe.seed, self.rollout, engine.rank)):
@@ -286,12 +337,17 @@ class Trainer:
         return moved
 
     def _loss_knobs(self) -> LossKnobs:
+        trainer = self.recipe.trainer
+        in_loss = trainer.kl.placement == "loss"
         return LossKnobs(
             clip_low=self.live["clip_range_low"],
             clip_high=self.live["clip_range_high"],
-            kl_coef=self.live["kl_coef"],
-            kl_estimator=self.recipe.trainer.kl.estimator,
+            kl_coef=self.live["kl_coef"] if in_loss else 0.0,
+            kl_estimator=trainer.kl.estimator,
             entropy_coef=self.live["entropy_coef"],
+            ratio=trainer.loss_kind,
+            average=trainer.average(),
+            longest=self.live.count("max_response_length"),
         )
 
     def _measure_drift(self, experience: Experience, samples: Samples, meters: Meters) -> None:
@@ -308,16 +364,15 @@ class Trainer:
 
     def _scalars(
         self,
-        samples: Samples,
-        scores: Scores,
+        data: Collected,
         measured: Measured,
         moved: list[bool],
         clock: PhaseClock,
         evaluation: dict[str, float],
     ) -> dict[str, float | None]:
-        group = self.live.count("rollout_n")
+        group, samples = self.live.count("rollout_n"), data.drawn
         tokens = int(samples.lengths.sum() + samples.prompt_lengths.sum() * group)
-        scalars = describe(samples, scores) | measured.scalars
+        scalars = describe(samples, data.scores) | measured.scalars
         scalars["learning_rate"] = self.parts.engine.learning_rate()
         scalars["updates_skipped"] = float(moved.count(False))
         scalars["tokens_per_second"] = tokens / clock.seconds["total"]
@@ -331,11 +386,16 @@ class Trainer:
         trainer = self.recipe.trainer
         return factor(trainer.lr_schedule, rollout, trainer.rollouts)
 
-    def _use_learning_rate(self, peak: float) -> float:
-        """Put the coming rollout's rate into the optimizer; the peak that it amounts to there."""
+    def _use_learning_rate(self, engine: Engine, peak: float) -> float:
+        """Put the coming rollout's rate into an optimizer; the peak that it amounts to there."""
         scale = self._factor(self.rollout)
-        self.parts.engine.set_learning_rate(peak * scale)
-        return self.parts.engine.learning_rate() / scale
+        engine.set_learning_rate(peak * scale)
+        return engine.learning_rate() / scale
+
+    def _use_critic_learning_rate(self, peak: float) -> float:
+        critic = self.parts.critic
+        assert critic is not None, "critic_learning_rate is no knob without a critic"
+        return self._use_learning_rate(critic.engine, peak)
 
     # -- evaluation and checkpoints ----------------------------------------------------------------
 
@@ -367,6 +427,7 @@ class Trainer:
                 self.rollout,
                 engine=self.parts.engine,
                 model=self.parts.model,
+                critic=self.parts.critic,
                 tokenizer=self.parts.tokenizer,
                 state=self._state(),
                 keep=self.recipe.checkpoint.keep,
@@ -377,7 +438,7 @@ class Trainer:
 
     def _save_stopped(self) -> None:
         """Save the newest state between two rollouts, if it can still be had."""
-        if self._half_done and self._before is None:
+        if self._half_done and not self._before:
             return  # nothing to go back to: the last checkpoint stands
         if self._half_done:
             self.undo_rollout()
@@ -400,11 +461,15 @@ class Trainer:
                 f"nothing to resume: no whole checkpoint in {self._checkpoints};"
                 " start the run without --resume"
             )
-        state = load_checkpoint(found[0], self.parts.engine)
+        state = self._load(found[0])
         self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
         self.live.load_state_dict(state["live"])
         self.restored_state = state["extra"]
         self._saved = self.rollout
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        critic = self.parts.critic
+        return load_checkpoint(path, self.parts.engine, critic.engine if critic else None)
 
 
 def checkpoint_rollout(path: Path) -> int:

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from autotune.errors import InputError
 from autotune.recipe.schema import Recipe
+from autotune.trainer.critic import Critic, value_model
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import HeldOut
+from autotune.trainer.lora import WithoutAdapters, with_adapters
 from autotune.trainer.models import load_model
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rewards import Rewards, build_rewards
@@ -28,7 +30,10 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     engine: Engine
     reference: nn.Module | None
-    """The model as it was at the start, frozen; None when the recipe's `kl_coef` is 0."""
+    """The model as it was at the start: a frozen copy, or the model with its adapters off; None when
+    the recipe's `kl_coef` is 0."""
+    critic: Critic | None
+    """Of `algorithm: ppo`."""
     sampler: Sampler
     task: TaskData
     rewards: Rewards
@@ -45,17 +50,16 @@ def build_parts(recipe: Recipe) -> Parts:
     task = load_task(recipe.task, tokenizer)
     if not task.train:
         raise InputError("the task has no training prompts: expected at least one; check its file")
-    reference = _frozen_copy(model) if trainer.kl_coef > 0 else None
-    engine = Engine(
-        model,
-        zero_stage=recipe.deepspeed.zero_stage,
-        learning_rate=trainer.actor_learning_rate,
-        betas=trainer.adam_betas,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-        dtype=recipe.model.dtype,
-    )
-    if reference is not None:
+    values = value_model(model) if trainer.has_critic else None
+    if recipe.model.lora is not None:
+        model = with_adapters(model, recipe.model.lora, recipe.seed)
+    reference = _reference(model, recipe)
+    engine = _engine(model, recipe, trainer.actor_learning_rate)
+    critic = None
+    if values is not None:
+        rate = trainer.critic_rate()
+        critic = Critic(values, _engine(values, recipe, rate), trainer.critic.value_clip)
+    if isinstance(reference, PreTrainedModel):
         reference.to(device=engine.device, dtype=model.dtype)
     end_ids = end_tokens(model, tokenizer)
     pad_id = end_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -64,6 +68,7 @@ def build_parts(recipe: Recipe) -> Parts:
         tokenizer=tokenizer,
         engine=engine,
         reference=reference,
+        critic=critic,
         sampler=HfSampler(model, end_ids, pad_id),
         task=task,
         rewards=build_rewards(recipe.rewards, task),
@@ -86,7 +91,24 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
     return sorted(set(known), key=known.index)
 
 
-def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+def _engine(model: PreTrainedModel, recipe: Recipe, learning_rate: float) -> Engine:
+    trainer = recipe.trainer
+    return Engine(
+        model,
+        zero_stage=recipe.deepspeed.zero_stage,
+        learning_rate=learning_rate,
+        betas=trainer.adam_betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        dtype=recipe.model.dtype,
+    )
+
+
+def _reference(model: PreTrainedModel, recipe: Recipe) -> nn.Module | None:
+    if recipe.trainer.kl_coef == 0:
+        return None
+    if recipe.model.lora is not None:
+        return WithoutAdapters(model)
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from autotune.trainer.algorithms.ppo import value_loss
+from autotune.trainer.critic import Critic
 from autotune.trainer.engine import Engine
 from autotune.trainer.forward import (
     TokenBatch,
     log_probs_and_entropy,
     response_log_probs,
 )
-from autotune.trainer.critic import Critic
 from autotune.trainer.losses import Counts, LossKnobs, policy_loss
 from autotune.trainer.meters import Meters
 from autotune.trainer.order import mini_batches

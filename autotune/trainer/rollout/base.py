@@ -55,6 +55,8 @@ class Draw:
     max_response_length: int
     """Tokens a response may have, its end token included."""
     greedy: bool = False
+    first_prompt: int = 0
+    """Prompts that this rollout has drawn for before: keys the noise of later rounds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class HfSampler:
     ) -> _Perturb | None:
         if draw.greedy:
             return None
-        keys = sample_keys(draw.seed, draw.rollout, prompt_of, sample_of)  # [B]
+        keys = sample_keys(draw.seed, draw.rollout, prompt_of + draw.first_prompt, sample_of)  # [B]
         return _Perturb(keys, prompts.ids.shape[1], draw.temperature, self.record_gaps)
 
     def _generate(self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: _Perturb | None) -> Tensor:
