@@ -127,11 +127,20 @@ def _collapse(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Ver
     onset = _onset(shadow, last)
     why = [f"step {last.step:g}: {last.reason.rsplit(':', 1)[0]}", *evidence]
     before, now = _levels(shadow, last)
-    if before is not None and now is not None and now >= 0.25 * before > 0:
+    if before is not None and now is not None and _alive(shadow, last, before, now):
         words = f"the reward fell from {before:.3g} to {now:.3g} and did not come back"
         return Verdict(Kind.AGGRESSIVE, words, why, onset)
     words = "the numbers are not finite" if "not finite" in last.reason else _fallen(before, now)
     return Verdict(Kind.COLLAPSING, words, why, onset)
+
+
+def _alive(shadow: Shadow, last: Said, before: float, now: float) -> bool:
+    """Whether answers still differ after the fall: a dead model gets the same reward for everything."""
+    spread = shadow.columns["reward_std"]
+    then, after = finite(spread[max(last.index - 21, 0) : max(last.index - 1, 0)]), tail(spread)
+    if then and after:
+        return median(after) >= 0.5 * median(then) and median(after) > 0
+    return now >= 0.25 * before > 0
 
 
 def _fallen(before: float | None, now: float | None) -> str:
