@@ -15,17 +15,17 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from autotune import doctor, preflight
+from autotune.catalogue import BY_ID, CATALOGUE, Kind
 from autotune.controller import Controller, ControlSettings, RuleStatus
 from autotune.doctor import Finding, Level, missing
 from autotune.knobs import updates_per_rollout
+from autotune.preflight import Advice
+from autotune.procedure import REWARD_VARIANCE, largest_variance
 from autotune.recipe import Recipe, knob_vector, recipe_facts
+from autotune.recipe.facts import reward_range
+from autotune.recipe.fingerprint import fingerprint, known
 
-GOLDEN_UPDATES = (4, 8)
-"""Rule A1's range of updates per rollout."""
-JITTERY_PROMPTS, STEADY_PROMPTS = 256, 10_240
-"""Rule A2's two examples of a batch, in prompts."""
-SHORT_PROMPTS = 1024
-"""Rule B6p warns below this many prompt tokens."""
 PROMPT_TOKENS: dict[str, int] = {"digits": 8}
 """Task type -> tokens of its prompts, where the task fixes them."""
 
@@ -56,11 +56,16 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """A pre-flight word on one rule: not an error, the run may start."""
+class EntryStatus:
+    """One entry of the catalogue that is no policy: an invariant, a gate, a pre-flight or a procedure."""
 
-    rule: str
-    text: str
+    id: str
+    kind: str
+    source: str
+    summary: str
+    can_act: bool
+    reason: str
+    """Why it cannot act within a run of this recipe, or where it is asked instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Checked:
     rules: list[RuleStatus]
     advice: list[Advice]
     missing: list[Finding]
+    others: list[EntryStatus]
 
     @property
     def ready(self) -> bool:
@@ -83,7 +89,9 @@ def check(recipe: Recipe) -> Checked:
     """Look at a valid recipe from all sides."""
     control = ControlSettings(**recipe.control.model_dump())
     rules = Controller(control, recipe_facts(recipe)).rules()
-    return Checked(recipe, sizes_of(recipe), rules, list(advise(recipe)), missing(recipe))
+    lacking = missing(recipe)
+    others = other_entries(recipe, lacking)
+    return Checked(recipe, sizes_of(recipe), rules, list(advise(recipe)), lacking, others)
 
 
 def sizes_of(recipe: Recipe) -> Sizes:
@@ -110,48 +118,36 @@ def sizes_of(recipe: Recipe) -> Sizes:
 
 
 def advise(recipe: Recipe) -> Iterator[Advice]:
-    """The documented rules that speak before a run: A1, A2, B6p."""
-    yield from _updates_advice(sizes_of(recipe).updates)
-    yield from _batch_advice(recipe)
-    yield from _prompt_advice(recipe)
+    """The rules that speak before a run (A1, A2, B5b, B6p, B8, XT), and one of plain sense."""
+    yield from preflight.advise(
+        knob_vector(recipe),
+        prompt_tokens=PROMPT_TOKENS.get(recipe.task.type),
+        carried=known(recipe.fingerprint),
+        here=_fingerprint_here(recipe),
+    )
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:
-        yield Advice(
-            "", "lr_schedule.warmup lasts the whole run: the full learning rate never comes"
-        )
+        yield Advice("", "lr_schedule.warmup lasts the whole run: the full learning rate never comes")
 
 
-def _updates_advice(updates: int) -> Iterator[Advice]:
-    low, high = GOLDEN_UPDATES
-    if updates == 1:
-        text = "one update per rollout: the policy ratio is always 1, so no clip rule has a sensor"
-        yield Advice("A1", f"{text}; {low} to {high} updates use a rollout better")
-    elif updates < low:
-        text = f"{updates} updates per rollout, below the usual {low} to {high}"
-        yield Advice("A1", f"{text}: much of each rollout goes unused")
-    elif updates > high:
-        text = f"{updates} updates per rollout, above the usual {low} to {high}"
-        yield Advice("A1", f"{text}: late updates drift from the data they learn from")
+def _fingerprint_here(recipe: Recipe) -> dict[str, str]:
+    """Only looked at when there is another to compare with: it asks the GPU driver and reads files."""
+    return known(fingerprint(recipe, doctor.hardware())) if recipe.fingerprint else {}
 
 
-def _batch_advice(recipe: Recipe) -> Iterator[Advice]:
-    prompts = recipe.trainer.train_batch_size
-    if prompts < JITTERY_PROMPTS:
-        text = f"{prompts} prompts per rollout: expect a jittery reward curve"
-        advice = f"{JITTERY_PROMPTS} still jitter, {STEADY_PROMPTS:,} are steady"
-        yield Advice("A2", f"{text} ({advice}); use as many as memory and time allow")
-
-
-def _prompt_advice(recipe: Recipe) -> Iterator[Advice]:
-    cap, known = recipe.trainer.max_prompt_length, PROMPT_TOKENS.get(recipe.task.type)
-    if known is not None and known <= cap:
-        return
-    if known is not None:
-        yield Advice(
-            "B6p", f"max_prompt_length is {cap}, but this task's prompts have {known} tokens"
-        )
-    elif cap < SHORT_PROMPTS:
-        text = f"max_prompt_length is {cap}, below {SHORT_PROMPTS} tokens: longer prompts are cut"
-        yield Advice("B6p", f"{text}; the metric prompts_cut counts them")
+def other_entries(recipe: Recipe, lacking: list[Finding]) -> list[EntryStatus]:
+    """The catalogue's entries that are no policies: where they are asked, and whether they could act."""
+    bad = ", ".join(f"{f.what} {f.found}" for f in lacking if f.level is Level.BAD)
+    unknown = "" if recipe.fingerprint else "these settings do not say what they were tuned on"
+    reasons = {"E1": bad, "B8": unknown}
+    staged = "asked between the rounds of the staged procedure, not within one run"
+    reasons |= dict.fromkeys(("P1", "P2", "P3", "P4"), staged)
+    if (range_ := reward_range(recipe)) and largest_variance(range_) <= REWARD_VARIANCE:
+        reasons["P2"] += "; its reward variance cannot exceed 0.3 here, the relative form can"
+    return [
+        EntryStatus(e.id, str(e.kind), e.source, e.summary, not reasons.get(e.id), reasons.get(e.id, ""))
+        for e in CATALOGUE
+        if e.policy is None
+    ]
 
 
 def report(checked: Checked) -> dict[str, Any]:
@@ -163,6 +159,7 @@ def report(checked: Checked) -> dict[str, Any]:
         "folder": checked.recipe.folder(),
         "sizes": asdict(checked.sizes),
         "rules": [asdict(rule) for rule in checked.rules],
+        "others": [asdict(entry) for entry in checked.others],
         "advice": [asdict(item) for item in checked.advice],
         "missing": [asdict(item) for item in checked.missing],
     }
@@ -182,9 +179,7 @@ def print_check(console: Console, checked: Checked) -> None:
 
 def _print_title(console: Console, recipe: Recipe) -> None:
     task = recipe.task.type + (f" {v}" if (v := getattr(recipe.task, "variant", "")) else "")
-    title = Text.assemble(
-        ("✓ ", "bold green"), (recipe.name, "bold"), (f"  seed {recipe.seed}", "dim")
-    )
+    title = Text.assemble(("✓ ", "bold green"), (recipe.name, "bold"), (f"  seed {recipe.seed}", "dim"))
     where = f"  {recipe.model.path} on {task}, into {recipe.folder()}"
     console.print(Group(title, Text(where, "dim")))
 
@@ -224,23 +219,42 @@ def _many(count: int, what: str) -> str:
 
 
 def _print_rules(console: Console, checked: Checked) -> None:
-    control = checked.recipe.control
-    acting = sum(rule.can_act for rule in checked.rules)
-    words = {"off": "no rule is asked", "shadow": "they speak, nothing is changed"}.get(
-        control.mode, ""
-    )
+    control, shown = checked.recipe.control, _catalogue_order(checked)
+    judged = [s for s in shown if s.on or BY_ID[s.id].kind is not Kind.BASELINE]
+    acting = sum(status.can_act for status in judged)
+    words = {"off": "no rule is asked", "shadow": "they speak, nothing is changed"}.get(control.mode, "")
     note = f"mode {control.mode}" + (f": {words}" if words else "")
-    title = f"Rules  {acting} of {len(checked.rules)} can act · {note} · profile {control.profile}"
+    title = f"Rules  {acting} of {len(judged)} can act · {note} · profile {control.profile}"
     table = _heading(console, title)
-    for rule in checked.rules:
-        if rule.on:
-            sign, style = ("✓", "green") if rule.can_act else ("✗", "yellow")
-            why = Text(rule.summary, "dim") if rule.can_act else Text(rule.reason, style)
-            table.add_row(Text.assemble((f"{sign} ", style), (rule.id, "bold")), why)
-    for reason in dict.fromkeys(rule.reason for rule in checked.rules if not rule.on):
-        ids = ", ".join(r.id for r in checked.rules if not r.on and r.reason == reason)
+    for status in (s for s in shown if s.on):
+        table.add_row(_mark(status), _words(status))
+    for reason in dict.fromkeys(s.reason for s in shown if not s.on):
+        ids = ", ".join(s.id for s in shown if not s.on and s.reason == reason)
         table.add_row(Text("- off", "bright_black"), Text(f"{ids}: {reason}", "bright_black"))
     console.print(table)
+
+
+def _catalogue_order(checked: Checked) -> list[RuleStatus]:
+    """Every id of the catalogue once, in its order."""
+    found = {rule.id: rule for rule in checked.rules}
+    for e in checked.others:
+        found[e.id] = RuleStatus(e.id, e.source, e.summary, True, e.can_act, e.reason)
+    return [found[entry.id] for entry in CATALOGUE]
+
+
+def _mark(status: RuleStatus) -> Text:
+    sign, style = ("✓", "green") if status.can_act else ("✗", "yellow")
+    elsewhere = not status.can_act and BY_ID[status.id].policy is None and status.id != "E1"
+    sign, style = ("·", "bright_black") if elsewhere else (sign, style)
+    return Text.assemble((f"{sign} ", style), (status.id, "bold"))
+
+
+def _words(status: RuleStatus) -> Text:
+    """What it does, or why it cannot."""
+    proven = BY_ID[status.id].kind is Kind.INVARIANT and BY_ID[status.id].policy is None
+    if status.can_act:
+        return Text(status.summary + (": proven by tests" if proven else ""), "dim")
+    return Text(status.reason, "bright_black" if _mark(status).plain[0] == "·" else "yellow")
 
 
 def _print_advice(console: Console, advice: list[Advice]) -> None:

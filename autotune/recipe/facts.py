@@ -78,6 +78,16 @@ def reward_maximum(recipe: Recipe) -> float | None:
     return sum(weight * end for (weight, _), end in zip(tops, ends, strict=True) if end is not None)
 
 
+def reward_range(recipe: Recipe) -> tuple[float, float] | None:
+    """Least and largest total that a response can get; None when one of them is not known."""
+    scores = [(reward.weight, _component_range(reward)) for reward in recipe.rewards if reward.weight]
+    ends = [(weight, low, high) for weight, (low, high) in scores if low is not None and high is not None]
+    if len(ends) < len(scores):
+        return None
+    totals = [(min(w * low, w * high), max(w * low, w * high)) for w, low, high in ends]
+    return sum(low for low, _ in totals), sum(high for _, high in totals)
+
+
 def _component_range(reward: Reward) -> tuple[float | None, float | None]:
     """(lowest, highest) score of a component; None where nobody knows."""
     if isinstance(reward, ImportReward):

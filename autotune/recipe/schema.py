@@ -361,6 +361,15 @@ class TrackingSection(Section):
     mlflow: MlflowSection = MlflowSection()
 
 
+class FingerprintSection(Section):
+    """What these settings were tuned on; a run writes it. `check` warns where a part differs here."""
+
+    model: str | None = None
+    data: str | None = None
+    reward: str | None = None
+    hardware: str | None = None
+
+
 class Recipe(Section):
     """A whole run in one file."""
 
@@ -379,6 +388,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     control: ControlSection = ControlSection()
     tracking: TrackingSection = TrackingSection()
+    fingerprint: FingerprintSection | None = None
 
     def folder(self) -> str:
         """`run_dir` with its interpolations done."""
