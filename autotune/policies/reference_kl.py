@@ -14,7 +14,8 @@ Source: document B 3.3 and the brief (KL in 0.03-0.08 while the reward rises mon
 Guards that make the band safe: every run starts at KL 0, so nothing is lowered while KL still rises by
 itself or before the reward is on a proven plateau; healthy runs climb far above 0.15 with rising reward,
 so nothing is raised without harm: reward falling, volatile beyond its noise, or flat while KL is still
-rising. A flat reward at a steady KL is a run that has converged.
+rising. A flat reward at a steady KL is a run that has converged, and a reward that falls only after the law
+has pushed is held back by the law itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.decisions import Kind, Proposal, RunFacts
+from autotune.history import DEPTH
 from autotune.policies.base import (
     Answer,
     Context,
@@ -36,7 +38,7 @@ from autotune.policies.base import (
     signal_present,
     volatile,
 )
-from autotune.statistics import Movement, median
+from autotune.statistics import Movement, median, movement, theil_sen
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,24 @@ class KlBand(Policy):
         view = ctx.reward
         if view.trend is None or view.rising_well or view.saturated():
             return False
-        spent_for_nothing = view.plateau and kl_movement(ctx, 0.1) is Movement.RISING
-        return view.falling or spent_for_nothing or volatile(ctx)
+        rising = kl_movement(ctx, 0.1) is Movement.RISING
+        falling = view.falling and (rising or not self._own_doing(ctx))
+        return falling or (view.plateau and rising) or volatile(ctx)
+
+    def _own_doing(self, ctx: Context) -> bool:
+        """Whether the reward began to fall after the first push, not before it.
+
+        A stronger pull holds the model back. A law that took that for the harm of a high KL would push
+        harder and harder; where it cannot be told any more which came first, it does not push.
+        """
+        engagement, trend = ctx.engagements.get(self.id), ctx.pace.trend
+        if engagement is None:
+            return False
+        past = [s for s in ctx.history.samples(DEPTH) if s.rollout <= engagement.since]
+        before = ctx.history.values("reward_mean", past[-trend:])
+        if len(before) < trend:
+            return True
+        return movement(theil_sen(before), ctx.gain_sd * ctx.noise) is not Movement.FALLING
 
     def _may_loosen(self, ctx: Context) -> bool:
         return ctx.reward.plateau and kl_steady(ctx) and signal_present(ctx)
