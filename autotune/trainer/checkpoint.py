@@ -103,7 +103,7 @@ def save_checkpoint(
     _write_optimizer(unfinished / OPTIMIZER, tensors, steps)
     if critic is not None:
         (unfinished / CRITIC).mkdir()
-        critic.model.save_pretrained(unfinished / CRITIC)
+        _write_model(unfinished / CRITIC, critic.model)
         _write_optimizer(unfinished / CRITIC / OPTIMIZER, values, value_steps)
     (unfinished / STATE).write_text(text, encoding="utf-8")
     _seal(unfinished, rollout)
@@ -166,7 +166,9 @@ def _refuse_non_finite(tensors: Mapping[str, Tensor], target: Path) -> None:
         )
 
 
-def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     from transformers.utils import logging as hf_logging
 
     bars = hf_logging.is_progress_bar_enabled()
@@ -175,7 +177,8 @@ def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         # Asked about embeddings, peft would look for the base model on the hub.
         adapters = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
         model.save_pretrained(folder, **adapters)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     finally:
         if bars:
             hf_logging.enable_progress_bar()

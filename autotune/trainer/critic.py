@@ -8,6 +8,7 @@ adapters only, and reads the same padded batches as the actor.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -65,10 +66,8 @@ def value_model(actor: PreTrainedModel) -> PreTrainedModel:
     Raises:
         InputError: transformers has no token classifier of this architecture.
     """
-    config = type(actor.config).from_dict({**actor.config.to_dict(), "num_labels": 1})
-    for name in ("classifier_dropout", "attention_dropout", "hidden_dropout"):
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)
+    config = copy.deepcopy(actor.config)
+    config.num_labels = 1
     config.classifier_dropout = 0.0  # its default is 0.1: values would be noise while training
     try:
         with torch.random.fork_rng(devices=[]):  # the weights drawn here are all replaced
