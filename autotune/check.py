@@ -20,8 +20,7 @@ from autotune.catalogue import BY_ID, CATALOGUE, Kind
 from autotune.controller import Controller, ControlSettings, RuleStatus
 from autotune.doctor import Finding, Level, missing
 from autotune.knobs import updates_per_rollout
-from autotune.preflight import Advice
-from autotune.procedure import REWARD_VARIANCE, largest_variance
+from autotune.preflight import REWARD_VARIANCE, Advice, largest_variance
 from autotune.recipe import Recipe, knob_vector, recipe_facts
 from autotune.recipe.facts import reward_range
 from autotune.recipe.fingerprint import fingerprint, known

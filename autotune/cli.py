@@ -301,13 +301,16 @@ def doctor(
     trainer: Annotated[
         str, typer.Argument(help="native, trl, verl or openrlhf: whose versions to look at.")
     ] = "native",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Your file or script: searched for old names.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at this machine: versions, GPU, memory, compiler, disk."""
     with exits(as_json):
         from autotune.doctor import Level, examine, print_findings
 
-        findings = examine(trainer)
+        findings = examine(trainer, config)
         if as_json:
             from autotune.decisions import to_json
 

@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -116,16 +116,76 @@ POLICY_SOURCES = (
 )
 
 
-def examine(trainer: str = "native") -> list[Finding]:
+RENAMED: dict[str, dict[str, str]] = {
+    "native": {},
+    "trl": {
+        "init_kl_coef": "beta",
+        "kl_coef": "beta",
+        "cliprange": "epsilon",
+        "ppo_epochs": "num_iterations",
+        "num_ppo_epochs": "num_iterations",
+        "max_new_tokens": "max_completion_length",
+        "evaluation_strategy": "eval_strategy",
+    },
+    "verl": {
+        "ppo_micro_batch_size": "ppo_micro_batch_size_per_gpu",
+        "log_prob_micro_batch_size": "log_prob_micro_batch_size_per_gpu",
+        "forward_micro_batch_size": "forward_micro_batch_size_per_gpu",
+    },
+    "openrlhf": {
+        "init_kl_coef": "algo.kl.init_coef",
+        "micro_rollout_batch_size": "rollout.micro_batch_size",
+        "micro_train_batch_size": "train.micro_batch_size",
+        "train_batch_size": "train.batch_size",
+    },
+}
+"""Trainer -> name of an older version -> its name in the tested one."""
+RENAMED_EVERYWHERE = {"rollout_batch_size": "rollout_micro_batch_size"}
+"""The documents' own example of a parameter that changed its name."""
+
+
+def examine(trainer: str = "native", config: Path | None = None) -> list[Finding]:
     """Everything that the doctor looks at.
 
+    Args:
+        trainer: whose versions and names.
+        config: a file or launch script of the user's, to be searched for names of older versions.
+
     Raises:
-        InputError: unknown trainer.
+        InputError: unknown trainer, or the file cannot be read.
     """
     if trainer not in TRAINERS:
         known = ", ".join(TRAINERS)
         raise InputError(f"received trainer {trainer!r}; expected one of {known}")
-    return [*_python(), *_packages(trainer), *_machine(), *_folders()]
+    names = _old_names(trainer, config) if config is not None else ()
+    return [*_python(), *_packages(trainer), *_machine(), *_folders(), *names]
+
+
+def faults(findings: Iterable[Finding]) -> list[str]:
+    """What blocks the procedure's first round: the bad findings in words."""
+    return [f"{f.what}: {f.found}" for f in findings if f.level is Level.BAD]
+
+
+def _old_names(trainer: str, config: Path) -> Iterator[Finding]:
+    """Names that the tested version would refuse or, worse, ignore: as keys, arguments or flags."""
+    try:
+        text = config.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the configuration {config} cannot be read: {error}") from error
+    renamed = RENAMED_EVERYWHERE | RENAMED[trainer]
+    if trainer == "openrlhf":  # there the old name is right again, behind a dot
+        renamed["rollout_batch_size"] = "rollout.batch_size"
+    for old, new in renamed.items():
+        lines = [n for n, line in enumerate(text.splitlines(), 1) if _is_name(old, line)]
+        if lines:
+            where = f"{old} in {config.name}, line {', '.join(map(str, lines[:3]))}"
+            yield Finding("old name", Level.BAD, where, f"it is called {new} now")
+
+
+def _is_name(name: str, line: str) -> bool:
+    """Whether a line sets this name: `name:`, `"name":`, `name=`, `--name value`; not in a comment."""
+    code = line.split("#")[0]
+    return re.search(rf"(?<![\w-])(--)?(\w+\.)*{name}(?=[\"']?\s*[:=]|\s+\S)", code) is not None
 
 
 def _python() -> Iterator[Finding]:
@@ -141,9 +201,7 @@ def _python() -> Iterator[Finding]:
         "" if isolated else "a clean one avoids clashes: python3 -m venv .venv",
     )
     if "ipykernel" in sys.modules:
-        yield Finding(
-            "notebook", Level.NOTE, "running in a kernel", "restart it after every install"
-        )
+        yield Finding("notebook", Level.NOTE, "running in a kernel", "restart it after every install")
 
 
 def _packages(trainer: str) -> Iterator[Finding]:
@@ -157,11 +215,13 @@ def _packages(trainer: str) -> Iterator[Finding]:
 def _judge(package: Package, needed: bool) -> Finding:
     version = package.version()
     if version is None:
-        return Finding(
-            package.name, Level.BAD if needed else Level.NOTE, "missing", _install(package)
-        )
-    if importlib.util.find_spec(package.name.replace("-", "_")) is None:
+        return Finding(package.name, Level.BAD if needed else Level.NOTE, "missing", _install(package))
+    module = package.name.replace("-", "_")
+    if importlib.util.find_spec(module) is None:
         return Finding(package.name, Level.BAD, f"{version}, broken", "install it again")
+    loaded = getattr(sys.modules.get(module), "__version__", None)
+    if isinstance(loaded, str) and _numbers(loaded) != _numbers(version):
+        return Finding(package.name, Level.BAD, f"{version}, but {loaded} is loaded", "restart the kernel")
     if not within(version, package.low, package.high):
         return Finding(package.name, Level.NOTE, version, f"tested with {package.range}")
     if re.search(r"(dev|rc|a|b)\d", version.split("+")[0]):
@@ -306,9 +366,7 @@ def environment() -> dict[str, Any]:
 def policies_hash() -> str:
     """Hash of all code that decides: a replay under other rules can say so."""
     package = Path(autotune.__file__).parent
-    files = [package / name for name in POLICY_SOURCES] + sorted(
-        (package / "policies").glob("*.py")
-    )
+    files = [package / name for name in POLICY_SOURCES] + sorted((package / "policies").glob("*.py"))
     total = hashlib.sha256()
     for file in files:
         if file.is_file():
@@ -336,9 +394,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         sign, style = SIGNS[finding.level]
         found = Text(finding.found, overflow="fold")
-        table.add_row(
-            Text(sign, style), Text(finding.what, "bold"), found, Text(finding.advice, style)
-        )
+        table.add_row(Text(sign, style), Text(finding.what, "bold"), found, Text(finding.advice, style))
     console.print(table)
     bad = [f.what for f in findings if f.level is Level.BAD]
     notes = sum(f.level is Level.NOTE for f in findings)

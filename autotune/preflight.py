@@ -15,6 +15,7 @@ Sources: documents A and B under the same ids; XT is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ SHORT_PROMPTS = 1024
 """Tokens."""
 CRITIC_RATIO, CRITIC_USUAL = 3.0, 2.0
 TEMPERATURES = (0.6, 1.2)
+REWARD_VARIANCE = 0.3
+"""P2's limit on the variance of the mean reward, in task units squared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +129,11 @@ def transfer(carried: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Ad
     for part in (p for p in carried if p in here and carried[p] != here[p]):
         text = f"the settings were tuned on another {part}: {carried[part]}, here {here[part]}"
         yield Advice("B8", f"{text}; the optimum does not move with them")
+
+
+def largest_variance(reward_range: tuple[float, float] | None) -> float:
+    """Largest variance of anything within a range: half of it at either end."""
+    if reward_range is None:
+        return math.inf
+    low, high = reward_range
+    return ((high - low) / 2) ** 2

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from autotune.errors import InputError
 from autotune.knobs import ALIASES, divisors, expand
+from autotune.preflight import REWARD_VARIANCE, largest_variance
 from autotune.statistics import (
     Movement,
     detrended_variance,
@@ -51,7 +52,6 @@ RUNS = 3
 SUCCESS = 0.95
 KL_HIGH = 0.08
 CLIPPED = 0.35
-REWARD_VARIANCE = 0.3
 UTILIZATION = 0.80
 MEMORY_CEILING = 0.92
 LENGTH_BAND, LENGTH_ROOM, LENGTH_STEP = 20.0, 20.0, 64
@@ -214,14 +214,6 @@ def _reward_variance(round_: Round) -> tuple[Condition, ...]:
     )
     letter = Condition(name, False, dead, variance, REWARD_VARIANCE, knob)
     return letter, _relative_variance(round_, variance, len(values))
-
-
-def largest_variance(reward_range: tuple[float, float] | None) -> float:
-    """Largest variance of anything within a range: half of it at either end."""
-    if reward_range is None:
-        return math.inf
-    low, high = reward_range
-    return ((high - low) / 2) ** 2
 
 
 def _relative_variance(round_: Round, variance: float, n: int) -> Condition:

@@ -17,6 +17,7 @@ from autotune.check import Checked, advise, check, print_check, report
 from autotune.doctor import PACKAGES, Level, examine, within
 from autotune.errors import EnvironmentProblem, InputError
 from autotune.policies import POLICIES
+from autotune.procedure import Round, baseline_gates
 from autotune.recipe import Recipe, load_recipe
 from autotune.recipe.fingerprint import fingerprint
 
@@ -268,3 +269,54 @@ def test_a_record_of_the_environment() -> None:
     record = doctor.environment()
     assert record["packages"]["numpy"] and len(record["policies_sha256"]) == 64
     json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line", "new"),
+    [
+        ("verl", "  ppo_micro_batch_size: 8", "ppo_micro_batch_size_per_gpu"),
+        ("verl", "  ppo_micro_batch_size_per_gpu: 8", ""),
+        (
+            "verl",
+            "python -m verl actor_rollout_ref.actor.ppo_micro_batch_size=8",
+            "ppo_micro_batch_size_per_gpu",
+        ),
+        ("verl", "rollout_batch_size: 16", "rollout_micro_batch_size"),
+        ("verl", "# rollout_batch_size: 16 was its name", ""),
+        ("trl", '"max_new_tokens": 64,', "max_completion_length"),
+        ("trl", "GRPOConfig(kl_coef=0.1)", "beta"),
+        ("trl", "my_kl_coef = 0.1", ""),
+        ("openrlhf", "--rollout_batch_size 128 \\\\", "rollout.batch_size"),
+        ("openrlhf", "--rollout.batch_size 128", ""),
+        ("native", "rollout_batch_size: 16", "rollout_micro_batch_size"),
+    ],
+)
+def test_old_names_in_a_users_file_are_found(tmp_path: Path, trainer: str, line: str, new: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"seed: 1\n{line}\n")
+    found = [f for f in examine(trainer, file) if f.what == "old name"]
+    assert [f.level for f in found] == ([Level.BAD] if new else [])
+    assert all("line 2" in f.found and f.advice == f"it is called {new} now" for f in found)
+
+
+def test_a_file_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        examine("native", tmp_path / "none.yaml")
+
+
+def test_a_notebook_with_an_old_version_loaded_must_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numpy
+
+    assert next(f for f in examine() if f.what == "numpy").level is Level.OK
+    monkeypatch.setattr(numpy, "__version__", "1.26.4")
+    found = next(f for f in examine() if f.what == "numpy")
+    assert found.level is Level.BAD and "1.26.4 is loaded" in found.found and "restart" in found.advice
+
+
+def test_bad_findings_block_the_first_round_of_the_procedure() -> None:
+    findings = [doctor.Finding("torch", Level.BAD, "missing"), doctor.Finding("gpu", Level.NOTE, "none")]
+    blocked = baseline_gates(Round({}, {}), doctor.faults(findings))[0]
+    assert not blocked.passed and blocked.reason == "torch: missing"
+    assert baseline_gates(Round({}, {}), doctor.faults(findings[1:]))[0].passed
