@@ -55,6 +55,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("trainer",),
     "tokenizers": ("trainer",),
     "gguf": ("trainer",),
+    "peft": ("trainer",),
     "reasoning_gym": ("recipe.gym", "trainer.tasks.reasoning_gym"),
     "pyarrow": ("recipe.data_checks", "trainer.tasks.parquet"),
     "math_verify": ("trainer.rewards.mathematics",),
