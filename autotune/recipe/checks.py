@@ -192,7 +192,8 @@ def _group(recipe: Recipe) -> Found:
 def _critic(recipe: Recipe) -> Found:
     t = recipe.trainer
     for name in ("critic_learning_rate", "critic"):
-        if not t.has_critic and name in t.model_fields_set:
+        default = TrainerSection.model_fields[name].default  # a resolved recipe names every field
+        if not t.has_critic and getattr(t, name) != default:
             yield (
                 ("trainer", name),
                 f"received {explain.shown(getattr(t, name))}; algorithm {t.algorithm} has no critic;"
