@@ -30,7 +30,9 @@ from autotune.errors import JournalError
 
 VERSION = 1
 RESERVED = ("v", "type", "rollout", "prev")
-TYPES = ("header", "rollout", "checkpoint", "eval", "restore", "resumed", "command", "schedule", "end")
+TYPES = (
+    "header", "rollout", "checkpoint", "eval", "restore", "resumed", "command", "note", "schedule", "end",
+)  # fmt: skip
 START = "0" * 64
 """`prev` of the first line."""
 
@@ -259,7 +261,7 @@ def _superseded(line: Line, start: int) -> bool:
 
     A checkpoint or an evaluation numbered `start` shows the weights before that rollout: it stays.
     """
-    if line["type"] == "rollout":
+    if line["type"] in ("rollout", "note"):
         return int(line["rollout"]) >= start
     return line["type"] == "end" or (line["type"] != "header" and int(line["rollout"]) > start)
 

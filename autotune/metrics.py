@@ -78,6 +78,7 @@ METRICS: dict[str, MetricSpec] = _table(
     ("prompt_length_mean", "tokens", 0.0, _INF, "mean prompt length"),
     ("prompt_length_max", "tokens", 0.0, _INF, "longest prompt"),
     ("prompts_cut", "prompts", 0.0, _INF, "prompts that were cut to max_prompt_length"),
+    ("prompts_dropped", "prompts", 0.0, _INF, "prompts passed over as longer than max_prompt_length"),
     ("zero_std_fraction", "share", 0.0, 1.0, "groups whose rewards are all equal: no signal"),
     ("rollout_success_rate", "share", 0.0, 1.0, "responses generated and scorable"),
     ("gpu_memory_fraction", "share", 0.0, 1.0, "peak GPU memory in the rollout phase"),

@@ -29,6 +29,8 @@ def plain_lines(run: Run, story: Story, line: Line, clock: Clock) -> Iterator[st
         yield f"checkpoint {line.get('path', '')}"
     elif kind == "resumed":
         yield f"resumed from rollout {story.resumed[-1]}"
+    elif kind == "note":
+        yield f"note on {line.get('about', '')}: {line.get('text', '')}"
     elif kind == "command":
         yield f"command {story.commands[-1].reason}"
 

@@ -41,6 +41,7 @@ class LiveKnobs:
         use_learning_rate: UseRate | None = None,
         use_critic_learning_rate: UseRate | None = None,
         smallest_group: int = 2,
+        shortest_prompts: tuple[int, str] = (1, ""),
     ) -> None:
         """Start from the recipe's vector.
 
@@ -53,6 +54,7 @@ class LiveKnobs:
                 one found there afterwards.
             use_critic_learning_rate: the same for the critic.
             smallest_group: lowest `rollout_n`: 1 where a critic needs no siblings.
+            shortest_prompts: lowest `max_prompt_length`, and why it is that.
         """
         self.epoch = 0
         self._values = dict(values)
@@ -62,6 +64,7 @@ class LiveKnobs:
         self._use_rate = {"actor_learning_rate": use_learning_rate}
         self._use_rate["critic_learning_rate"] = use_critic_learning_rate
         self._smallest_group = smallest_group
+        self._shortest_prompts = shortest_prompts
         self._wanted = {k: values[k] for k in ("micro_batch_size", "rollout_micro_batch_size")}
 
     def __getitem__(self, name: str) -> float:
@@ -126,6 +129,8 @@ class LiveKnobs:
             raise AdapterError(f"{name} = {value:g}: expected a finite number, not below 0")
         if KNOBS[name].integer and (value != int(value) or value < floor):
             raise AdapterError(f"{name} = {value:g}: expected a whole number from {floor} up")
+        if name == "max_prompt_length" and value < self._shortest_prompts[0]:
+            raise AdapterError(f"max_prompt_length = {value:g}: {self._shortest_prompts[1]}")
         if name in _STRICTLY_POSITIVE and value == 0:
             raise AdapterError(f"{name} = 0: expected a number above 0")
         if name == "clip_range_low" and value >= 1:

@@ -37,7 +37,7 @@ from autotune.trainer.interrupts import held_interrupts
 from autotune.trainer.live import LiveKnobs
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
-from autotune.trainer.order import Stream, take_prompts, torch_seed
+from autotune.trainer.order import Stream, torch_seed
 from autotune.trainer.parts import build_parts
 from autotune.trainer.records import RolloutRecord
 from autotune.trainer.rollout.base import Draw, pad_prompts
@@ -82,7 +82,7 @@ class Trainer:
             resume: continue instead of starting.
             on_phase: told (phase, rollout) as phases are reached: rollout, update (after the first
                 update), on_rollout, save, save:files, save:renamed, between.
-            on_event: told ("eval", ...) and ("checkpoint", ...) as they happen.
+            on_event: told ("eval", ...), ("checkpoint", ...) and ("note", ...) as they happen.
             extra_state: JSON state of others to be saved with every checkpoint.
         """
         self.recipe = recipe
@@ -91,11 +91,12 @@ class Trainer:
         self.restored_state: dict[str, Any] | None = None
         self._cursor = 0  # prompts drawn so far
         self._drawn = 0  # prompts of the rollout in progress
+        self._dropped = 0  # prompts that it passed over because they are too long
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
         self._on_event = on_event or (lambda name, payload: None)
         self._extra_state = extra_state or dict
-        self.parts = build_parts(recipe)
+        self.parts = build_parts(recipe, self.folder)
         self._before: list[object] = []  # snapshots of every engine from before this rollout's updates
         self._half_done = False  # this rollout's updates have begun, its record is not out
         self._saved = -1  # rollout of the newest checkpoint written by this process
@@ -107,6 +108,7 @@ class Trainer:
             use_learning_rate=lambda peak: self._use_learning_rate(self.parts.engine, peak),
             use_critic_learning_rate=self._use_critic_learning_rate,
             smallest_group=1 if recipe.trainer.has_critic else 2,
+            shortest_prompts=(self.parts.prompts.shortest_limit, self.parts.prompts.why_not_shorter),
         )
         if resume:
             self._resume()
@@ -126,6 +128,8 @@ class Trainer:
         try:
             if not self._resumed:
                 self._save()
+            for text in self.parts.task.notes if self.rollout == 0 else ():
+                self._note("task", text)
             while self.rollout < self.recipe.trainer.rollouts:
                 self._one_rollout(on_rollout)
                 self._on_phase("between", self.rollout)
@@ -177,6 +181,7 @@ class Trainer:
 
     def close(self) -> None:
         """Give the engines' memory back."""
+        self.parts.rewards.close()
         for engine in self._engines:
             engine.close()
 
@@ -198,7 +203,7 @@ class Trainer:
                 on_rollout(record)
             finally:  # whatever it raised, this rollout has happened
                 self.rollout += 1
-                self._cursor += self._drawn
+                self._cursor += self._drawn + self._dropped
         if self._checkpoint_due():
             self._save()
 
@@ -231,6 +236,7 @@ class Trainer:
     def _collect(self) -> Collected:
         group, rounds = self.live.count("rollout_n"), self.recipe.trainer.dynamic_sampling
         at_least = -(-self.parts.ranks.size // group)  # every rank needs something to sample
+        self._dropped = 0
 
         def draw_round(before: int, count: int) -> tuple[Samples, Scores]:
             return self._draw(before, max(count, at_least))
@@ -243,10 +249,10 @@ class Trainer:
         """Sample and score the next `count` prompts' groups, `before` prompts into the rollout."""
         parts, live = self.parts, self.live
         group = live.count("rollout_n")
-        taken = take_prompts(len(parts.task.train), self.recipe.seed, self._cursor + before, count)
-        examples = [parts.task.train[i] for i in taken]
-        encoded = [parts.task.prompt_ids(example) for example in examples]
-        prompts = pad_prompts(encoded, live.count("max_prompt_length"), parts.pad_id)
+        place, limit = self._cursor + before + self._dropped, live.count("max_prompt_length")
+        taken = parts.prompts.take(place, count, limit)
+        self._dropped += taken.dropped
+        prompts = pad_prompts(taken.encoded, limit, parts.pad_id)
         draw = Draw(
             seed=self.recipe.seed,
             rollout=self.rollout,
@@ -256,7 +262,8 @@ class Trainer:
         )
         chunk = live.count("rollout_micro_batch_size")
         samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks)
-        scores = score_all(samples, examples, parts.rewards, parts.tokenizer, group, parts.ranks)
+        scores = score_all(samples, taken.examples, parts.rewards, parts.tokenizer, group, parts.ranks)
+        self._tell_news()
         return samples, scores
 
     def _plan(self, samples: Samples) -> list[MiniBatch]:
@@ -375,10 +382,19 @@ class Trainer:
         scalars = describe(samples, data.scores) | measured.scalars
         scalars["learning_rate"] = self.parts.engine.learning_rate()
         scalars["updates_skipped"] = float(moved.count(False))
+        scalars["prompts_dropped"] = float(self._dropped)
         scalars["tokens_per_second"] = tokens / clock.seconds["total"]
         if evaluation:
             scalars["eval_score"] = evaluation.get("greedy", evaluation["sampled"])
         return scalars
+
+    def _tell_news(self) -> None:
+        for news in self.parts.rewards.news():
+            self._note(f"reward/{news.component}", news.text)
+
+    def _note(self, about: str, text: str) -> None:
+        """Something for the run's record that is no number, such as why a response had no score."""
+        self._on_event("note", {"rollout": self.rollout, "about": about, "text": text})
 
     # -- learning rate -----------------------------------------------------------------------------
 
@@ -406,6 +422,7 @@ class Trainer:
 
     def _evaluate_now(self) -> dict[str, float]:
         scores = self.evaluate()
+        self._tell_news()
         if scores:
             self._on_event("eval", {"rollout": self.rollout, **scores})
         return scores
@@ -451,6 +468,7 @@ class Trainer:
             "rollout": self.rollout,
             "cursor": self._cursor,
             "live": self.live.state_dict(),
+            "rewards": self.parts.rewards.state_dict(),
             "extra": self._extra_state(),
         }
 
@@ -464,6 +482,7 @@ class Trainer:
         state = self._load(found[0])
         self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
         self.live.load_state_dict(state["live"])
+        self.parts.rewards.load_state_dict(state["rewards"])
         self.restored_state = state["extra"]
         self._saved = self.rollout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,8 +16,9 @@ from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import HeldOut
 from autotune.trainer.lora import WithoutAdapters, with_adapters
 from autotune.trainer.models import load_model
+from autotune.trainer.prompts import PromptStream, held_out_prompts
 from autotune.trainer.ranks import Ranks
-from autotune.trainer.rewards import Rewards, build_rewards
+from autotune.trainer.rewards import Rewards, Surroundings, build_rewards
 from autotune.trainer.rollout.base import Sampler, pad_prompts
 from autotune.trainer.rollout.hf import HfSampler
 from autotune.trainer.tasks import TaskData, load_task
@@ -36,6 +38,7 @@ class Parts:
     """Of `algorithm: ppo`."""
     sampler: Sampler
     task: TaskData
+    prompts: PromptStream
     rewards: Rewards
     held_out: HeldOut | None
     """None when the task holds nothing out."""
@@ -43,13 +46,19 @@ class Parts:
     pad_id: int
 
 
-def build_parts(recipe: Recipe) -> Parts:
-    """Load, copy the reference before training can touch it, and wrap."""
+def build_parts(recipe: Recipe, folder: Path | None = None) -> Parts:
+    """Load, copy the reference before training can touch it, and wrap.
+
+    Args:
+        recipe: the run.
+        folder: its run folder, for the output of foreign reward functions.
+    """
     trainer = recipe.trainer
     model, tokenizer = load_model(recipe.model)
     task = load_task(recipe.task, tokenizer)
     if not task.train:
         raise InputError("the task has no training prompts: expected at least one; check its file")
+    prompts = PromptStream(task, recipe.seed, trainer.prompt_cut, trainer.max_prompt_length)
     values = value_model(model) if trainer.has_critic else None
     if recipe.model.lora is not None:
         model = with_adapters(model, recipe.model.lora, recipe.seed)
@@ -71,7 +80,8 @@ def build_parts(recipe: Recipe) -> Parts:
         critic=critic,
         sampler=HfSampler(model, end_ids, pad_id),
         task=task,
-        rewards=build_rewards(recipe.rewards, task),
+        prompts=prompts,
+        rewards=build_rewards(recipe.rewards, task, Surroundings(engine.device, folder, engine.rank)),
         held_out=_held_out(recipe, task, pad_id),
         ranks=Ranks(engine.rank, engine.world_size),
         pad_id=pad_id,
@@ -113,8 +123,8 @@ def _reference(model: PreTrainedModel, recipe: Recipe) -> nn.Module | None:
 
 
 def _held_out(recipe: Recipe, task: TaskData, pad_id: int) -> HeldOut | None:
-    examples = list(task.heldout[: recipe.eval.prompts])
-    if not examples:
+    trainer = recipe.trainer
+    taken = held_out_prompts(task, recipe.eval.prompts, trainer.prompt_cut, trainer.max_prompt_length)
+    if not taken.examples:
         return None
-    encoded = [task.prompt_ids(example) for example in examples]
-    return HeldOut(examples, pad_prompts(encoded, recipe.trainer.max_prompt_length, pad_id))
+    return HeldOut(taken.examples, pad_prompts(taken.encoded, trainer.max_prompt_length, pad_id))

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.errors import InputError
 from autotune.recipe.schema import ExactMatchReward, RegexReward, Reward, TaskReward
-from autotune.trainer.rewards import Component, Rewards, Unscorable, build_rewards
+from autotune.trainer.rewards import Component, Rewards, build_rewards
 from autotune.trainer.rewards.base import each
 from autotune.trainer.tasks.base import Example, TaskData
 
@@ -96,7 +96,8 @@ def broken(response: str, example: Example) -> float:
 
 
 def test_what_cannot_be_scored_is_none_and_its_neighbours_are_scored() -> None:
-    rewards = Rewards((Component("exact", 1.0, each(lambda r, e: 1.0)), Component("broken", 1.0, each(broken))))
+    fine = Component("exact", 1.0, each(lambda r, e: 1.0))
+    rewards = Rewards((fine, Component("broken", 1.0, each(broken))))
     table = rewards.score(["fine", "raise", "nan", "inf"], [Example("?", "")] * 4)
     assert table.components["broken"] == [1.0, None, None, None]
     assert table.components["exact"] == [1.0, 1.0, 1.0, 1.0]

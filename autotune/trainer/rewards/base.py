@@ -14,7 +14,7 @@ A scorer maps responses and their examples to one score each. Most look at one r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -138,6 +138,14 @@ class Rewards:
         """Reasons that were not told yet, each of them once."""
         news, self._news = self._news, []
         return news
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """JSON state for a checkpoint: what was told already."""
+        return {name: sorted(texts) for name, texts in self._told.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Inverse of `state_dict`."""
+        self._told = {name: set(texts) for name, texts in state.items()}
 
     def close(self) -> None:
         """End the processes of foreign code."""

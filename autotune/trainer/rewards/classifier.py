@@ -100,10 +100,11 @@ class Classifier:
         if len(whole["input_ids"]) <= self._max_length:
             return whole
         self._note_cut()
-        return self._tokens(example, response, {"truncation": True, "max_length": self._max_length})
+        return self._tokens(example, response, {"truncation": "only_first", "max_length": self._max_length})
 
     def _tokens(self, example: Example, response: str, cut: dict[str, Any]) -> dict[str, list[int]]:
-        if self._template == "response":
+        """Cut on the left (`truncation_side`); of a pair the prompt, while some of it can be left."""
+        if self._template == "response" or (cut and self._template == "pair" and self._fills(response)):
             return dict(self._tokenizer(response, **cut))
         if self._template == "pair":
             return dict(self._tokenizer(example.prompt, response, **cut))
@@ -112,10 +113,14 @@ class Classifier:
         text = self._tokenizer.apply_chat_template(spoken, tokenize=False)
         return dict(self._tokenizer(text, add_special_tokens=False, **cut))
 
+    def _fills(self, response: str) -> bool:
+        """Whether the response leaves no room for any of the prompt."""
+        added = self._tokenizer.num_special_tokens_to_add(pair=True)
+        return len(self._tokenizer.tokenize(response)) + added >= self._max_length
+
     def _note_cut(self) -> None:
         if not self.remarks:
-            what = f"texts of more than {self._max_length} tokens"
-            self.remarks.append(f"{what} lose their beginning before they are scored")
+            self.remarks.append(f"texts of more than {self._max_length} tokens lose their beginning")
 
 
 def _load(

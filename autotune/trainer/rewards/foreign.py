@@ -243,7 +243,10 @@ def _how(code: int | None) -> str:
 
 def _output(log: Path | None) -> IO[bytes]:
     """Where the child prints: a file of the run, or one without a name."""
-    return tempfile.TemporaryFile("a+b") if log is None else log.open("a+b")
+    if log is None:
+        return tempfile.TemporaryFile("a+b")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("a+b")
 
 
 def _shorten(output: IO[bytes]) -> None:
