@@ -247,6 +247,14 @@ class Context:
             return False
         return movement(theil_sen(values), self.gain_sd * self.noise) is Movement.PLATEAU
 
+    @cached_property
+    def volatile(self) -> bool:
+        view = self.reward
+        if view.trend is None or view.noise == 0:
+            return False
+        ratio = detrended_variance(view.values, view.trend, drop=1) / view.noise**2
+        return ratio > variance_ratio_limit(len(view.values))
+
     def first_level(self, metric: str) -> float | None:
         """Median over the run's first window: its own baseline."""
         values = self.history.values(metric, self.history.head[: self.pace.window])
@@ -362,11 +370,7 @@ def signal_present(ctx: Context, limit: float = 0.6) -> bool:
 
 def volatile(ctx: Context) -> bool:
     """Reward spread around its trend beyond what sampling explains."""
-    view = ctx.reward
-    if view.trend is None or view.noise == 0:
-        return False
-    ratio = detrended_variance(view.values, view.trend, drop=1) / view.noise**2
-    return ratio > variance_ratio_limit(len(view.values))
+    return ctx.volatile
 
 
 def kl_movement(ctx: Context, share: float) -> Movement:
