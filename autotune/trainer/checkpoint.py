@@ -187,7 +187,9 @@ def _write_model(
 def _write_optimizer(path: Path, tensors: dict[str, Tensor], steps: int) -> None:
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt", "steps": str(steps)})
+    # A single key: safetensors writes several in an order that changes from run to run, and equal
+    # states must be equal files.
+    save_file(tensors, path, metadata={"steps": str(steps)})
 
 
 def _read_optimizer(path: Path, engine: Engine) -> None:

@@ -116,6 +116,12 @@ def test_folder_holds_what_its_manifest_lists(run: Run) -> None:
     assert names(run.root) == ["latest", "rollout-00010"]
 
 
+def test_equal_states_are_equal_files(run: Run) -> None:
+    """Eight times: with two metadata keys, safetensors swapped them in half of all files."""
+    saved = [run.save(rollout) / "optimizer.safetensors" for rollout in range(8)]
+    assert len({path.read_bytes() for path in saved}) == 1
+
+
 def test_nothing_in_it_is_a_pickle(run: Run) -> None:
     kinds = {file.suffix for file in run.save(0).iterdir()}
     assert kinds <= {".json", ".safetensors", ".jinja", ".txt"}
