@@ -1,4 +1,4 @@
-"""One DeepSpeed engine around one causal language model.
+"""One DeepSpeed engine around one causal language model, at any ZeRO stage.
 
 The loop says how many backward passes make an update, what the learning rate is and when a rollout
 must be taken back; this file turns that into DeepSpeed calls. CPU (float32, gloo) and GPU (bfloat16
@@ -13,28 +13,33 @@ with float32 masters, nccl) run the same lines. What the file promises, and how:
 * *The optimizer's state exists from the start.* One step with zero gradients at learning rate 0
   lets Adam lay out its own state, which is then zeroed. So a snapshot before the first update is
   like any other.
-* *Nothing is pickled.* State leaves and enters as plain named tensors (`state_tensors`,
-  `load_state`); DeepSpeed's checkpoint calls, which unpickle, are not used.
+* *Nothing is pickled.* State leaves and enters as plain named tensors, unsplit (`state_tensors`,
+  `load_state`), so the number of ranks and the stage may change in between; DeepSpeed's checkpoint
+  calls, which unpickle, are not used.
+* *At ZeRO 3 nobody holds the weights, except where it is asked for.* `whole_weights()` gathers them
+  once for sampling and scoring: ranks sample for different times, and a gather per layer would make
+  them wait for each other at every token, or forever.
 
-Where DeepSpeed keeps what (the only knowledge of its inside that this file needs): the optimizer's
-`param_groups` always hold the tensors that Adam updates ("masters"). At ZeRO 0 in float32 these are
-the model's parameters; else they are float32 copies, at ZeRO 1 flat and split over the ranks.
+Where DeepSpeed keeps what (the only knowledge of its inside that this file needs): Adam updates
+"masters". At ZeRO 0 in float32 these are the model's parameters; else they are float32 copies, from
+ZeRO 1 on flat and split over the ranks, and with offloading in host memory. Up to ZeRO 2 they are in
+the optimizer's `param_groups`; at ZeRO 3 these are empty between steps, the masters are in
+`fp32_partitioned_groups_flat`, and a parameter's own part of the weights is its `ds_tensor`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import logging
 import math
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AdapterError, CheckpointError, InputError, TrainingError
+from autotune.recipe.deepspeed import OFFLOADS, STAGES, merged, refusal
+from autotune.trainer.group import import_deepspeed, start_group
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +47,6 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two running means, as torch names them."""
-
-ZERO_STAGES = (0, 1)
-"""Stages whose guards and resume are tested here."""
 
 BUCKET_ELEMENTS = 50_000_000
 """Largest gradient bucket; a smaller model gets one bucket of its own size."""
@@ -72,12 +74,15 @@ class Engine:
 
     Args:
         model: A Hugging Face causal language model; moved and cast in place.
-        zero_stage: DeepSpeed's ZeRO stage, 0 or 1.
+        zero_stage: what is split over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients
+            too, 3 weights too.
         learning_rate: First value; `set_learning_rate` changes it before any update.
         betas: AdamW's decay rates of the two moments.
         weight_decay: AdamW's decoupled weight decay.
         max_grad_norm: Gradients are scaled down to this global norm; 0 turns clipping off.
         dtype: `float32`, `bfloat16`, or `auto`: float32 on CPU, bfloat16 on GPU.
+        offload: what waits in host memory: `none`, `optimizer`, or `all` (weights too, ZeRO 3).
+        config: further DeepSpeed settings, see `autotune.recipe.deepspeed`.
     """
 
     def __init__(
@@ -90,34 +95,43 @@ class Engine:
         weight_decay: float,
         max_grad_norm: float,
         dtype: str = "auto",
+        offload: str = "none",
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        if zero_stage not in ZERO_STAGES:
-            raise InputError(f"zero_stage {zero_stage} is not supported: use 0 or 1")
-        device_type = _start_distributed()
+        _check_choice("zero_stage", zero_stage, STAGES)
+        _check_choice("offload", offload, OFFLOADS)
+        device_type = start_group()
         self._bfloat16 = _is_bfloat16(dtype, device_type)
+        if refused := refusal(zero_stage, "bfloat16" if self._bfloat16 else "float32", offload):
+            raise InputError(refused)
         self._zero_stage = zero_stage
+        self._offload = offload
+        self._extra = dict(config or {})
         self._max_grad_norm = max_grad_norm
         # DeepSpeed would clip without saying what the norm was, see the module's docstring.
         self._own_clipping = zero_stage == 0 and not self._bfloat16
         self._model = model
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        # Remembered, because at ZeRO 3 a parameter is empty while nobody uses it.
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._trainable.items()}
         adamw = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
-        self._deepspeed = self._initialize(adamw, fused=device_type == "cuda")
+        self._deepspeed = self._initialize(adamw, fused=device_type == "cuda" or offload != "none")
         self._optimizer: torch.optim.Optimizer = self._deepspeed.basic_optimizer
-        _lay_out_state(self._optimizer)
+        _lay_out_state(self._optimizer, self._masters_by_group())
         self._link_state()
         self._boundary = False
+        self._whole = False
         self._buffers: list[Tensor] = []
         self._serial = 0
 
     def _initialize(self, adamw: dict[str, Any], fused: bool) -> Any:
-        import deepspeed
         import torch
 
+        deepspeed = import_deepspeed()
         parameters = list(self._trainable.values())
         if not self._bfloat16:
             self._model.float()
-        with _local_rank(), _banners_to_log():
+        with _banners_to_log():
             engine, *_ = deepspeed.initialize(
                 model=self._model,
                 model_parameters=parameters,
@@ -137,8 +151,10 @@ class Engine:
             "gradient_accumulation_steps": 1,
             "train_batch_size": torch.distributed.get_world_size(),
             "gradient_clipping": clipping,
-            "zero_optimization": _zero_section(self._zero_stage, elements),
+            "zero_optimization": _zero_section(self._zero_stage, elements, self._offload),
             "zero_allow_untested_optimizer": True,
+            # Torch's own Adam updates offloaded masters: DeepSpeed's would have to be compiled.
+            "zero_force_ds_cpu_optimizer": False,
             # Its throughput timer waits for the device in every update.
             "timers": {"throughput": {"enabled": False, "synchronized": False}},
         }
@@ -147,7 +163,7 @@ class Engine:
             # At ZeRO 0 DeepSpeed can only accumulate in the parameters' own type.
             accumulate = "fp32" if self._zero_stage else "bf16"
             config["data_types"] = {"grad_accum_dtype": accumulate}
-        return config
+        return merged(config, self._extra)
 
     def _link_state(self) -> None:
         """Let DeepSpeed see the laid-out moments; it would do so itself in its first step."""
@@ -230,7 +246,10 @@ class Engine:
         self._deepspeed.step()
         # A float (infinity) when the update was dropped, a tensor otherwise.
         norm = torch.as_tensor(self._deepspeed.get_global_grad_norm(), device=self.device)
-        return StepResult(grad_norm=norm, stepped=bool(self._deepspeed.was_step_applied()))
+        stepped = bool(self._deepspeed.was_step_applied())
+        if not stepped:
+            self._drop_gradients()  # with offloading DeepSpeed itself would keep them, for good
+        return StepResult(grad_norm=norm, stepped=stepped)
 
     def _own_step(self) -> StepResult:
         import torch
@@ -275,37 +294,78 @@ class Engine:
             )
         with torch.no_grad():
             torch._foreach_copy_(self._live_tensors(), self._buffers)
+        self._forget_gathered()
         self._drop_gradients()
 
     def _live_tensors(self) -> list[Tensor]:
         """Everything that an update changes on this rank, in a fixed order."""
-        tensors = [p.data for p in self._trainable.values()]
+        tensors = [self._part(p) for p in self._trainable.values()]
         known = {t.data_ptr() for t in tensors}
-        for master in _masters(self._optimizer):
+        for master in self._masters():
             if master.data_ptr() not in known:
                 tensors.append(master.data)
             tensors.extend(self._optimizer.state[master][k] for k in ("step", *MOMENTS))
         return tensors
 
+    def _part(self, parameter: Any) -> Tensor:
+        """What this rank keeps of a parameter: all of it up to ZeRO 2."""
+        part: Tensor = parameter.ds_tensor if self._zero_stage == 3 else parameter
+        return part.data
+
+    def _forget_gathered(self) -> None:
+        """Small parameters stay gathered at ZeRO 3: their parts were written, so gather anew."""
+        if self._zero_stage == 3:
+            self._deepspeed.optimizer.parameter_offload.partition_all_parameters()
+
     def _drop_gradients(self) -> None:
         self._deepspeed.zero_grad()
-        if hasattr(self._deepspeed.optimizer, "zero_grad"):
-            self._deepspeed.optimizer.zero_grad()
+        optimizer = self._deepspeed.optimizer
+        if hasattr(optimizer, "zero_grad"):
+            optimizer.zero_grad()
+        if hasattr(optimizer, "all_grad_tensors"):
+            _forget_accumulated(optimizer)
         self._boundary = False
+
+    # -- weights for everybody -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, every rank can use the model alone, without its peers; a collective call.
+
+        Up to ZeRO 2 that is always so. At ZeRO 3 the weights are gathered and DeepSpeed's hooks, which
+        would give them back layer by layer, are taken off meanwhile. Do not train inside.
+        """
+        if self._zero_stage < 3 or self._whole:
+            yield
+            return
+        from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+        self._whole = True
+        try:
+            with unwrap_model_for_generation(self._deepspeed):
+                yield
+        finally:
+            self._whole = False
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by parameter name, whole, float32, on the CPU; a collective call."""
+    def state_tensors(self, keep: bool = True) -> dict[str, Tensor]:
+        """Weights and moments by parameter name, whole, float32, on the CPU; a collective call.
+
+        Args:
+            keep: False on ranks that only help to gather: they hold one tensor at a time.
+        """
         tensors: dict[str, Tensor] = {}
         for index, (name, parameter) in enumerate(self._trainable.items()):
             for kind in ("model", *MOMENTS):
-                tensors[f"{kind}/{name}"] = self._read(index, parameter, kind)
+                value = self._read(index, parameter, kind)
+                if keep:
+                    tensors[f"{kind}/{name}"] = value
         return tensors
 
     def steps(self) -> int:
         """Updates that Adam has applied (skipped ones do not count)."""
-        states = (self._optimizer.state[master]["step"] for master in _masters(self._optimizer))
+        states = (self._optimizer.state[master]["step"] for master in self._masters())
         counts = {int(step.item()) for step in states}
         if len(counts) != 1:
             raise TrainingError(f"Adam's step counts differ between parameters: {sorted(counts)}")
@@ -321,15 +381,14 @@ class Engine:
         for index, (name, parameter) in enumerate(self._trainable.items()):
             for kind in ("model", *MOMENTS):
                 self._write(index, parameter, kind, tensors[f"{kind}/{name}"])
-        for master in _masters(self._optimizer):
+        for master in self._masters():
             self._optimizer.state[master]["step"].fill_(steps)
+        self._forget_gathered()
         self._drop_gradients()
 
     def _check_fit(self, tensors: dict[str, Tensor]) -> None:
         wanted = {
-            f"{kind}/{name}": tuple(parameter.shape)
-            for name, parameter in self._trainable.items()
-            for kind in ("model", *MOMENTS)
+            f"{kind}/{name}": self._shapes[name] for name in self._trainable for kind in ("model", *MOMENTS)
         }
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wrong = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
@@ -347,7 +406,7 @@ class Engine:
 
         with torch.no_grad():
             if self._zero_stage == 0:
-                value = self._whole(index, kind)
+                value = self._whole_master(index, kind)
             elif kind == "model":
                 value = safe_get_full_fp32_param(parameter)
             else:
@@ -359,23 +418,53 @@ class Engine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         with torch.no_grad():
+            if self._zero_stage == 3:
+                self._write_part(parameter, kind, value)
+                return
             value = value.to(parameter.device, torch.float32)
             if kind == "model":
                 parameter.copy_(value)
             if self._zero_stage == 0:
-                self._whole(index, kind).copy_(value)
+                self._whole_master(index, kind).copy_(value)
             elif kind == "model":
                 safe_set_full_fp32_param(parameter, value)
             else:
                 safe_set_full_optimizer_state(parameter, value, kind)
 
-    def _whole(self, index: int, kind: str) -> Tensor:
+    def _write_part(self, parameter: Any, kind: str, value: Tensor) -> None:
+        """This rank's part of a whole value; the last rank's is filled up with zeros."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        length = parameter.ds_tensor.numel()
+        part = value.new_zeros(length * self.world_size)
+        part[: value.numel()] = value.flatten()
+        part = part[length * self.rank : length * (self.rank + 1)]
+        if kind == "model":
+            parameter.ds_tensor.data.copy_(part)
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, kind)
+
+    def _whole_master(self, index: int, kind: str) -> Tensor:
         """ZeRO 0 keeps one unsplit master per parameter, in the same order."""
-        master = _masters(self._optimizer)[index]
+        master = self._masters()[index]
         if kind == "model":
             return master
         moment: Tensor = self._optimizer.state[master][kind]
         return moment
+
+    def _masters(self) -> list[Tensor]:
+        """The tensors that Adam updates on this rank."""
+        return [master for group in self._masters_by_group() for master in group]
+
+    def _masters_by_group(self) -> list[list[Tensor]]:
+        """The same by the optimizer's parameter groups, which are empty at ZeRO 3 between steps."""
+        groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        if self._zero_stage == 3:
+            wrapper = self._deepspeed.optimizer
+            for part, master in enumerate(wrapper.fp32_partitioned_groups_flat):
+                groups[wrapper.sub_group_to_group_id[part]].append(master)
+        return groups
 
     def close(self) -> None:
         """Give back DeepSpeed's hooks and buffers; the process group lives until exit."""
@@ -384,22 +473,22 @@ class Engine:
             self._deepspeed.destroy()
 
 
-def _masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+def _lay_out_state(optimizer: torch.optim.Optimizer, masters: list[list[Tensor]]) -> None:
     """Create Adam's state as Adam itself does, with no effect on the weights; then zero it."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for master in _masters(optimizer):
-        master.grad = master.new_zeros(master.shape)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    import torch
+
+    held = [(group["params"], group["lr"]) for group in optimizer.param_groups]
+    every = [master for group in masters for master in group]
+    gradients = [master.grad for master in every]  # buffers of DeepSpeed's when offloading
+    for group, members in zip(optimizer.param_groups, masters, strict=True):
+        group["params"], group["lr"] = members, 0.0
+    for master in every:
+        master.grad = torch.zeros_like(master)
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for master in _masters(optimizer):
-        master.grad = None
+    for group, (parameters, rate) in zip(optimizer.param_groups, held, strict=True):
+        group["params"], group["lr"] = parameters, rate
+    for master, gradient in zip(every, gradients, strict=True):
+        master.grad = gradient
         for value in optimizer.state[master].values():
             value.zero_()
 
@@ -414,15 +503,39 @@ def _allocate_like(live: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(tensor, device="cpu") for tensor in live]
 
 
-def _zero_section(stage: int, elements: int) -> dict[str, Any]:
+def _forget_accumulated(optimizer: Any) -> None:
+    """ZeRO 1 and 2 sum reduced gradients in the optimizer itself, where `zero_grad()` leaves them."""
+    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        sums.update(dict.fromkeys(sums))
+    optimizer.micro_step_id = -1  # the next backward pass is an update's first
+    optimizer.reset_cpu_buffers()
+
+
+def _zero_section(stage: int, elements: int, offload: str) -> dict[str, Any]:
     bucket = min(max(elements, 2) + elements % 2, BUCKET_ELEMENTS)  # DeepSpeed wants an even size
-    return {
+    section: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": False,
-        "contiguous_gradients": False,
+        "contiguous_gradients": stage == 3,
     }
+    if offload != "none":
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": _has_gpu()}
+    if offload == "all":
+        section["offload_param"] = {"device": "cpu", "pin_memory": _has_gpu()}
+    return section
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{name} {value!r} is not supported: use {', '.join(map(str, known))}")
 
 
 def _is_bfloat16(dtype: str, device_type: str) -> bool:
@@ -433,54 +546,6 @@ def _is_bfloat16(dtype: str, device_type: str) -> bool:
     return dtype == "bfloat16"
 
 
-# -- starting DeepSpeed ----------------------------------------------------------------------
-
-
-def _start_distributed() -> str:
-    """Bring up the process group once per process, quietly; return the device type."""
-    import torch.distributed as dist
-
-    deepspeed = _import_quietly()
-    from deepspeed.accelerator import get_accelerator
-
-    _skip_shared_memory_op()
-    device_type = str(get_accelerator().device_name())
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend)
-        else:
-            # One process, nobody to meet: a store inside the process needs no address and no port.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave_process_group)
-    with _local_rank():
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return device_type
-
-
-def _leave_process_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _import_quietly() -> Any:
-    """Import DeepSpeed, its log at WARNING and on stderr: stdout belongs to the run's screen."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # that no GPU was found is no news here
-    try:
-        import deepspeed
-    finally:
-        logging.disable(before)
-    deepspeed.logger.setLevel(logging.WARNING)
-    for handler in deepspeed.logger.handlers:
-        if type(handler) is logging.StreamHandler:  # its own, not one that a host has added
-            handler.setStream(sys.stderr)
-    return deepspeed
-
-
 @contextlib.contextmanager
 def _banners_to_log() -> Iterator[None]:
     """Some of DeepSpeed's classes print that they come and go; keep it for who debugs."""
@@ -489,31 +554,3 @@ def _banners_to_log() -> Iterator[None]:
         yield
     if printed.getvalue():
         logging.getLogger(__name__).debug("%s", printed.getvalue())
-
-
-def _skip_shared_memory_op() -> None:
-    """Tell DeepSpeed that its C++ shared-memory op is not to be built.
-
-    On CPU its communication backend compiles that op at start (minutes, and an error without a C++
-    compiler). Only the all-reduce of tensor-parallel *inference* uses it; training collectives go
-    through gloo, so nothing that this engine does becomes slower. DeepSpeed looks an op up in
-    `deepspeed.ops.__compatible_ops__` (built at first access by probing every op, compilers
-    included) and reads that table nowhere else; an op missing from it counts as incompatible.
-    """
-    import deepspeed.ops
-
-    table = vars(deepspeed.ops).setdefault("__compatible_ops__", {})
-    table["deepspeed_shm_comm"] = False
-
-
-@contextlib.contextmanager
-def _local_rank() -> Iterator[None]:
-    """DeepSpeed insists on LOCAL_RANK, which only a launcher sets."""
-    if "LOCAL_RANK" in os.environ:
-        yield
-        return
-    os.environ["LOCAL_RANK"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
