@@ -5,7 +5,8 @@ drift: the weights and moments from before these updates come back and the learn
 third. Live from the first rollout on; a model whose reward is already 0 after the first rollout can only
 be saved by the state from before it.
 
-*Collapse.* Two rewards running below `level - 4 x spread` of the rewards before them, or below half of
+*Collapse.* Two rewards running below `level - 4 x spread` of the rewards before them, three below
+`level - 3 x spread` (as rare by chance, and a slow fall gets there first), or so many below half of
 their level where neither sampling nor any of them reached; or three wild gradient norms running; or the
 response length at 3x or half of its baseline with the reward falling. The last checkpoint from before
 the onset comes back with half the rate, a quarter the second time; the third stops the run. The first
@@ -55,6 +56,8 @@ class VetoAndCollapse(Policy):
     veto_factor: float = 1 / 3
     sds: float = 4.0
     """Reward below its median by this many spreads is a sign."""
+    slow_sds: float = 3.0
+    """Three rewards running below this many are as rare as two below `sds`; a slow fall gets there first."""
     baseline: int = 20
     """Rollouts of the baseline."""
     newest: int = 5
@@ -115,17 +118,20 @@ class VetoAndCollapse(Policy):
 
     def _reward(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:
         rows = [r for r in rows if "reward_mean" in r]
-        for running in (2, 1):
+        for running, needed, sds in ((2, 2, self.sds), (3, 3, self.slow_sds), (1, 2, self.sds)):
             base = rows[:-running][-self.baseline :]
             tail = [r["reward_mean"] for r in rows[-running:]]
-            if len(base) < 2:
-                continue
-            limit = self._reward_limit(ctx, base, rows[-running:])
+            if len(base) < 2 or max(tail) >= self._level([r["reward_mean"] for r in base]):
+                continue  # every limit is below the level
+            limit = self._reward_limit(ctx, base, rows[-running:], sds)
             if all(value < limit for value in tail):
-                return Sign(f"reward_mean {tail[-1]:.3g} below {limit:.3g}", running, 2)
+                return Sign(f"reward_mean {tail[-1]:.3g} below {limit:.3g}", running, needed)
         return None
 
-    def _reward_limit(self, ctx: Context, base: Sequence[Row], tail: Sequence[Row]) -> float:
+    def _level(self, rewards: Sequence[float]) -> float:
+        return max(median(rewards[-self.newest :]), median(rewards))
+
+    def _reward_limit(self, ctx: Context, base: Sequence[Row], tail: Sequence[Row], sds: float) -> float:
         """Level - sds x spread of the rewards before the sign.
 
         The level is the median of the newest few, or of the whole baseline where that is higher: a slow
@@ -135,11 +141,11 @@ class VetoAndCollapse(Policy):
         (a constant reward that loses one answer has not collapsed).
         """
         rewards = [r["reward_mean"] for r in base]
-        level = max(median(rewards[-self.newest :]), median(rewards))
+        level = self._level(rewards)
         slope = theil_sen(rewards).slope if len(rewards) >= 3 else 0.0
         spreads = (self._noise(ctx, rows) for rows in (base, base[-self.newest :], tail))
         noise = max(*spreads, self.least * abs(level))
-        limit = level - self.sds * max(mad_sd(residuals(rewards, slope)), noise)
+        limit = level - sds * max(mad_sd(residuals(rewards, slope)), noise)
         return max(limit, self._half_limit(rewards, self._noise(ctx, base)))
 
     def _half_limit(self, rewards: Sequence[float], noise: float) -> float:
