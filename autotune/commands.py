@@ -186,9 +186,12 @@ def wanted_values(
             problems.append(f"num_rollout_batches = {batches:g} does not divide {samples:g} samples")
         if problems:
             raise InputError("; ".join(problems))
-    return {name: value for name, value in trial.items() if name in wanted or value != knobs[name]}
+    told = set(wanted) | (set(DERIVED) if wanted.keys() & {*AMOUNT, "ppo_mini_batch_size"} else set())
+    return {name: value for name, value in trial.items() if name in told or value != knobs[name]}
 
 
+AMOUNT = ("train_batch_size", "rollout_n")
+DERIVED = ("micro_batch_size", "rollout_micro_batch_size", "num_rollout_batches")
 BATCHES = (
     "train_batch_size",
     "rollout_n",
@@ -222,7 +225,7 @@ def _derive(trial: dict[str, float], wanted: Mapping[str, float], facts: RunFact
     """Micro batches and the number of sampling batches follow from what they divide."""
     n, ranks = int(trial["rollout_n"]), facts.world_size
     mini, share = int(trial["ppo_mini_batch_size"]) * n // ranks, int(trial["train_batch_size"]) * n // ranks
-    amount = {"train_batch_size", "rollout_n"} & wanted.keys()
+    amount = set(AMOUNT) & wanted.keys()
     if mini and (amount or "ppo_mini_batch_size" in wanted) and "micro_batch_size" not in wanted:
         limit = int(facts.knobs["micro_batch_size"])
         trial["micro_batch_size"] = fit_micro_batch(int(trial["ppo_mini_batch_size"]), n, ranks, limit)

@@ -23,10 +23,11 @@ import pytest
 from rich.console import Console
 
 import autotune.run as run_module
+from autotune.commands import drop
 from autotune.errors import ControlStop, InputError, JournalError
-from autotune.journal import Journal, comparable, read_journal
-from autotune.recipe import Recipe, knob_vector, load_recipe
-from autotune.replay import replay
+from autotune.journal import Journal, comparable, read_journal, winning_lines
+from autotune.recipe import Recipe, dump_schedule, knob_vector, load_recipe
+from autotune.replay import export, replay
 from autotune.run import run
 from autotune.testing import FakeTrainer
 from autotune.testing.faults import Fault, Lying
@@ -332,6 +333,57 @@ def test_off_and_shadow_are_the_same_run() -> None:
     assert snapshots[0] == snapshots[1] and len(snapshots[0]) == 24
     decided = [ln.get("decision") for ln in read_journal("off/journal.jsonl") if "snapshot" in ln]
     assert decided == [None] * 24
+
+
+# ----------------------------------------------------------------- a human's hand, and schedules
+
+
+def test_a_command_outlives_a_kill_that_its_checkpoint_did_not_see() -> None:
+    """Obeyed at rollout 7, killed at 9, resumed from 5: it is obeyed at 7 again, and decisions agree."""
+
+    def say(phase: str, t: int) -> None:
+        if (phase, t) == ("rollout", 7) and not Path("said").exists():
+            Path("said").touch()
+            drop(Path(folder), "set", values={"kl_coef": 0.02})
+            drop(Path(folder), "pause")
+        if (phase, t, folder) == ("rollout", 9, "broken") and not Path("killed").exists():
+            Path("killed").touch()
+            raise Killed
+
+    folder = "straight"
+    run(recipe(folder), on_phase=say, console=screenless())
+    Path("said").unlink()
+    folder = "broken"
+    with pytest.raises(Killed):
+        run(recipe(folder), on_phase=say, console=screenless())
+    _forget_the_end(Path("broken"))
+    run(recipe(folder), resume=True, on_phase=say, console=screenless())
+    straight, broken = (
+        [{**ln, "id": ""} for ln in _without_place(comparable(read_journal(f"{n}/journal.jsonl")))]
+        for n in ("straight", "broken")
+    )
+    assert broken == straight
+    told = [line for line in straight if line["type"] == "command"]
+    assert [(ln["command"], ln["outcome"], ln["rollout"]) for ln in told] == [
+        ("set", "done", 8), ("pause", "done", 8),
+    ]  # fmt: skip
+    assert replay("broken").equal and list(Path("broken/commands").iterdir()) == []
+
+
+def test_a_schedule_is_followed_killed_and_resumed() -> None:
+    run(recipe("source", "control.policies={X2: off}"), console=screenless())
+    schedule = export("source")
+    assert schedule.changes and not schedule.restores
+    Path("s.yaml").write_text(dump_schedule(schedule))
+    follow = recipe("f", "control.schedule=s.yaml", "trainer.actor_learning_rate=1.0e-4")
+    with pytest.raises(Killed):
+        run(follow, on_phase=at("rollout", 9, throw(Killed())), console=screenless())
+    _forget_the_end(Path("f"))
+    Path("s.yaml").write_text("start: {kl_coef: 1.0}\n")  # the run goes on with what it was started with
+    run(follow, resume=True, console=screenless())
+    source, followed = (winning_lines(read_journal(f"{n}/journal.jsonl")) for n in ("source", "f"))
+    used = [[ln["snapshot"]["knobs"] for ln in of if "snapshot" in ln] for of in (source, followed)]
+    assert used[0] == used[1] and replay("f").equal
 
 
 # ------------------------------------------------------------------------------------- resuming

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.commands import BATCHES
 from autotune.decisions import Applied, Change, Decision, Kind, State
 from autotune.errors import AdapterError
 from autotune.hooks.base import Adapter
@@ -34,7 +35,10 @@ class ScheduleFollower:
             AdapterError: the trainer refused it.
         """
         now = adapter.knobs()
-        wanted = {k: v for k, v in self.schedule.vector(0).items() if now.get(k) != v}
+        start, wanted = self.schedule.vector(0), dict[str, float]()
+        for knob, value in start.items():
+            if now.get(knob) != value:
+                wanted |= _with_batches(knob, value, start)
         applied = adapter.apply(wanted, 0)
         wrong = next((item for item in applied if not item.ok), None)
         if wrong is not None:
@@ -52,7 +56,7 @@ class ScheduleFollower:
         now, then = self.schedule.vector(rollout), self.schedule.vector(rollout + 1)
         reason = f"the schedule's value from rollout {rollout + 1} on"
         changes = tuple(
-            Change("schedule", k, now[k], v, reason, Kind.REGULATOR, {k: v})
+            Change("schedule", k, now[k], v, reason, Kind.REGULATOR, _with_batches(k, v, then))
             for k, v in then.items()
             if v != now[k]
         )
@@ -78,3 +82,10 @@ class ScheduleFollower:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing to restore."""
+
+
+def _with_batches(knob: str, value: float, vector: Mapping[str, float]) -> dict[str, float]:
+    """A batch size comes with all the others, or a trainer would re-derive them from its own recipe."""
+    if knob not in BATCHES:
+        return {knob: value}
+    return {name: vector[name] for name in BATCHES if name in vector}
