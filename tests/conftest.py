@@ -60,6 +60,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if needs_train(collection_path) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: with two processes, none of them is left for the end, when one would idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_report_header() -> str:
     if installed("torch"):
         return "autotune: core and trainer"
