@@ -16,6 +16,7 @@ from autotune.errors import RecipeError
 from autotune.knobs import ALIASES, KNOBS, batch_problems, divisors, fit_micro_batch
 from autotune.recipe import explain
 from autotune.recipe.data_checks import check_rewards, check_task
+from autotune.recipe.deepspeed_checks import check_deepspeed
 from autotune.recipe.facts import knob_vector
 from autotune.recipe.model_checks import check_model, check_offline
 from autotune.recipe.schedule import KnobSchedule, load_schedule
@@ -61,7 +62,7 @@ def check_recipe(document: Document, recipe: Recipe, wrong: set[Key], ranks: int
             if not _touches(key, wrong):
                 document.add(key, message)
     if not _batches_wrong(recipe, wrong):
-        for knob, message in batch_problems(knob_vector(recipe), ranks):
+        for knob, message in batch_problems(knob_vector(recipe, ranks), ranks):
             document.add(("trainer", knob), message)
 
 
@@ -91,6 +92,8 @@ def find_beside(data: dict[str, Any], folder: Path) -> None:
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         prefix = "gguf:" if model["path"].startswith("gguf:") else ""
         model["path"] = prefix + _beside(model["path"].removeprefix("gguf:"), folder)
+    if isinstance(data.get("deepspeed"), dict):
+        _fields_beside(data["deepspeed"], ("config",), folder)
 
 
 def _reward_beside(reward: Any, folder: Path) -> None:
@@ -326,4 +329,5 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     check_offline,
     check_task,
     check_rewards,
+    check_deepspeed,
 )

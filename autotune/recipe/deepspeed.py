@@ -156,7 +156,7 @@ def problems(data: Mapping[str, Any]) -> Found:
     """(key, message) for everything in a user's file that is refused."""
     zero = data.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        yield "zero_optimization", f"received {zero!r}; expected an object such as {{\"stage\": 2}}"
+        yield "zero_optimization", f'received {zero!r}; expected an object such as {{"stage": 2}}'
         return
     yield from _unknown(data)
     yield from _zero_problems(zero)
@@ -188,7 +188,7 @@ def _zero_problems(zero: Mapping[str, Any]) -> Found:
 def _offload_problems(zero: Mapping[str, Any], name: str) -> Found:
     key, section = f"zero_optimization.{name}", zero[name]
     if section is not None and not isinstance(section, dict):
-        yield key, f"received {section!r}; expected an object such as {{\"device\": \"cpu\"}}"
+        yield key, f'received {section!r}; expected an object such as {{"device": "cpu"}}'
     elif _device(zero, name) not in ("none", "cpu"):
         yield f"{key}.device", f"received {_device(zero, name)!r}; expected none or cpu"
     else:

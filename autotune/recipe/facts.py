@@ -26,10 +26,10 @@ NOT_MEASURED: dict[str, str] = {
 }
 
 
-def knob_vector(recipe: Recipe) -> dict[str, float]:
+def knob_vector(recipe: Recipe, world_size: int = 1) -> dict[str, float]:
     """Every knob of this recipe by its real name; without a critic its rate is absent."""
     t = recipe.trainer
-    samples = t.train_batch_size * t.rollout_n
+    samples = t.train_batch_size * t.rollout_n // world_size  # of one rank
     critic = {"critic_learning_rate": t.critic_rate()} if t.has_critic else {}
     return {
         "train_batch_size": t.train_batch_size,
@@ -60,7 +60,7 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
         loss_kind=recipe.trainer.loss_kind,
         has_reference=recipe.trainer.kl_coef > 0,
         has_critic=recipe.trainer.has_critic,
-        knobs=knob_vector(recipe),
+        knobs=knob_vector(recipe, world_size),
         knob_capability=_knob_capability(recipe),
         metric_capability=_metric_capability(recipe),
         lr_warmup=recipe.trainer.lr_schedule.warmup,

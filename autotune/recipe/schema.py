@@ -316,7 +316,15 @@ class RolloutSection(Section):
 
 
 class DeepSpeedSection(Section):
-    zero_stage: Literal[0, 1] = 1
+    """What is split over the ranks and what waits in host memory; `docs/deepspeed.md` has the table."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """0 splits nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Kept in host memory: nothing, the optimizer's state and masters, or weights too (stage 3)."""
+    config: str | None = None
+    """A DeepSpeed JSON file of your own: it sets stage and offloading. What the recipe owns (batch
+    sizes, optimizer, schedule, clipping, dtype) is overridden, with a word in `autotune check`."""
 
 
 class EvalSection(Section):

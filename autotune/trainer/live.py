@@ -116,9 +116,22 @@ class LiveKnobs:
         if set(state["values"]) != set(self._values):
             found, expected = sorted(state["values"]), sorted(self._values)
             raise AdapterError(f"the saved knobs are {found}, this trainer has {expected}")
-        self._values = dict(state["values"])
         self._wanted = dict(state["wanted"])
+        self._values = self._fitted(dict(state["values"]))
         self.epoch = int(state["epoch"])
+
+    def _fitted(self, saved: Vector) -> Vector:
+        """The saved vector on this number of ranks: what only says how work is cut is cut anew."""
+        if not batch_problems(saved, self._world_size):
+            return saved
+        n, w = int(saved["rollout_n"]), self._world_size
+        share = int(saved["train_batch_size"]) * n // w  # samples of one rank
+        mini, wanted = int(saved["ppo_mini_batch_size"]), {k: int(v) for k, v in self._wanted.items()}
+        at_once = max(_up_to(divisors(share), wanted["rollout_micro_batch_size"]))
+        saved["micro_batch_size"] = fit_micro_batch(mini, n, w, wanted["micro_batch_size"])
+        saved |= {"rollout_micro_batch_size": at_once, "num_rollout_batches": share // at_once}
+        self._check_algebra(saved, {})
+        return saved
 
     def _check(self, name: str, value: float) -> None:
         """One value on its own."""
