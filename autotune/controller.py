@@ -257,8 +257,9 @@ class Controller:
         blocked = self._blocked(policy, ctx.knobs)
         if blocked:
             return blocked
+        readings = ctx.snapshot.readings
         for metric in policy.needs:
-            reading = ctx.snapshot.reading(metric)
+            reading = readings.get(metric) or ctx.snapshot.reading(metric)
             if reading.validity is not Validity.VALID:
                 return reading.reason or f"{metric} is {reading.validity}"
         return ""
@@ -279,8 +280,11 @@ class Controller:
     def _hold_reason(self, ctx: Context, answers: Sequence[tuple[Policy, Answer]]) -> str:
         """Why no tuning happens at this rollout: a faulty metric, or a rule that says so."""
         holds = [f"{a.rule}: {a.reason}" for _, a in answers if isinstance(a, Hold)]
+        invalid = list(ctx.snapshot.invalid())
+        if not invalid:
+            return "; ".join(holds)
         sensed = {metric for policy in self.policies for metric in policy.needs} | {"grad_norm", "loss"}
-        faults = [reading.reason for name, reading in ctx.snapshot.invalid() if name in sensed]
+        faults = [reading.reason for name, reading in invalid if name in sensed]
         return "; ".join(holds + faults)
 
     def _new_advice(self, answers: Sequence[tuple[Policy, Answer]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a decision costs: one controller step with every rule on, after a hundred and after a million rollouts.
+"""What a decision costs: one controller step with every rule on, after 100 and after 1,000,000 rollouts.
 
     python experiments/controller_cost.py              100, 10,000 and 1,000,000 rollouts (a few minutes)
     python experiments/controller_cost.py 100 10000    only these
