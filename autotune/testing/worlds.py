@@ -151,10 +151,11 @@ class SawTooth(World):
 class EntropySlope(World):
     """Entropy changes by this factor at every rollout, down to 0.01 and up to 3 nats."""
 
-    factor: float = 0.93
+    factor: float = 0.94
 
     def before_rollout(self, trainer: FakeTrainer, rollout: int) -> None:
-        entropy = min(max(trainer.state.entropy * self.factor, 0.01), 3.0)
+        entropy = trainer.constants.entropy_start * self.factor**rollout
+        entropy = min(max(entropy, 0.01), 3.0)
         trainer.state = dataclasses.replace(trainer.state, entropy=entropy)
 
 
