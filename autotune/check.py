@@ -8,7 +8,7 @@ to be blind here is blind in the run, for the same reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console, Group
@@ -21,7 +21,7 @@ from autotune.controller import Controller, ControlSettings, RuleStatus
 from autotune.doctor import Finding, Level, missing
 from autotune.knobs import updates_per_rollout
 from autotune.preflight import REWARD_VARIANCE, Advice, largest_variance
-from autotune.recipe import Recipe, knob_vector, recipe_facts
+from autotune.recipe import Recipe, knob_vector, load_schedule, recipe_facts
 from autotune.recipe.facts import reward_range
 from autotune.recipe.fingerprint import fingerprint, known
 
@@ -88,6 +88,9 @@ def check(recipe: Recipe) -> Checked:
     """Look at a valid recipe from all sides."""
     control = ControlSettings(**recipe.control.model_dump())
     rules = Controller(control, recipe_facts(recipe)).rules()
+    if control.schedule is not None:
+        reason = f"the knobs follow {control.schedule}, no rule is asked"
+        rules = [replace(rule, can_act=False, reason=reason) if rule.on else rule for rule in rules]
     lacking = missing(recipe)
     others = other_entries(recipe, lacking)
     return Checked(recipe, sizes_of(recipe), rules, list(advise(recipe)), lacking, others)
@@ -124,6 +127,9 @@ def advise(recipe: Recipe) -> Iterator[Advice]:
         carried=known(recipe.fingerprint),
         here=_fingerprint_here(recipe),
     )
+    schedule = recipe.control.schedule
+    if schedule is not None and (warning := load_schedule(schedule).warning()):
+        yield Advice("", warning)
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:
         yield Advice("", "lr_schedule.warmup lasts the whole run: the full learning rate never comes")
 

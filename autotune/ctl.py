@@ -298,5 +298,6 @@ def _withdrawn(file: Path, why: str) -> str:
 
 
 def _outcome(line: Mapping[str, Any]) -> str:
-    refused = "refused: " if line.get("outcome") != "done" else ""
-    return f"{refused}{line.get('reason')} (from rollout {line.get('rollout')} on)"
+    if line.get("outcome") != "done":
+        return f"refused: {line.get('reason')}"
+    return f"{line.get('reason')} (from rollout {line.get('rollout')} on)"
