@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from autotune.trainer.critic import Critic, value_model
 from autotune.trainer.engine import Engine, StepResult
 from autotune.trainer.forward import TokenBatch
 from autotune.trainer.losses import LossKnobs
@@ -19,11 +20,13 @@ from autotune.trainer.update import (
     Experience,
     MiniBatch,
     Updater,
+    ValueTargets,
     first_epoch,
     fixed_subset,
     make_plan,
     measure_drift,
     score_samples,
+    with_signal,
 )
 
 CPU = torch.device("cpu")
@@ -90,26 +93,133 @@ def experience(model: PreTrainedModel, scene: Scene, plan: list[MiniBatch], epoc
 def train(
     engine: PlainEngine | Engine, data: Experience, plan: list[MiniBatch], knobs: LossKnobs = KNOBS
 ) -> tuple[list[bool], Measured]:
-    meters = Meters(len(plan), knobs.clip_low, knobs.clip_high, True, CPU)
+    meters = Meters(len(plan), knobs.clip_low, knobs.clip_high, True, CPU, ratio=knobs.ratio)
     moved = list(Updater(engine, data, knobs, 1.0).run(plan, meters))  # type: ignore[arg-type]
     return moved, meters.finish(Ranks())
 
 
+def drift(scene: Scene) -> torch.Tensor:
+    """What other weights might have made of the log-probs, [N, R]."""
+    return 0.4 * torch.randn(scene.batch.response_ids.shape, generator=torch.Generator().manual_seed(6))
+
+
+LOSSES = {
+    "grpo": KNOBS,
+    "grpo by response": replace(KNOBS, average="responses"),
+    "dr_grpo": replace(KNOBS, average="length", longest=WIDTH + 2),
+    "dapo": replace(KNOBS, clip_high=0.28),
+    "gspo": replace(KNOBS, ratio="sequence", average="responses"),
+}
+
+
 @pytest.mark.parametrize("micro", [1, 4, 6])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_do_not_depend_on_the_micro_batch(
-    tiny_model: PreTrainedModel, scene: Scene, micro: int
+    tiny_model: PreTrainedModel, scene: Scene, loss: str, micro: int
 ) -> None:
-    whole = PlainEngine(tiny_model)
+    whole, knobs = PlainEngine(tiny_model), LOSSES[loss]
     plan = scene.plan(GROUP * PROMPTS)
     data = experience(tiny_model, scene, plan)
-    train(whole, data, plan)
+    data = replace(data, old_log_probs=data.old_log_probs + drift(scene))
+    _, one = train(whole, data, plan, knobs)
     cut = PlainEngine(tiny_model)
-    train(cut, data, scene.plan(micro))
+    _, many = train(cut, data, scene.plan(micro), knobs)
     assert len(cut.boundaries) == GROUP * PROMPTS // micro
     assert cut.boundaries == [False] * (len(cut.boundaries) - 1) + [True]
     reference = whole.gradients[0]
     assert reference.norm() > 0.01
     assert torch.allclose(cut.gradients[0], reference, rtol=1e-4, atol=1e-6)
+    assert many.histograms == one.histograms
+    assert many.scalars["loss"] == pytest.approx(one.scalars["loss"], rel=1e-4)
+    assert one.scalars["clip_ratio"] > 0.05  # clipped and unclipped parts were both in it
+
+
+@pytest.mark.parametrize("micro", [1, 4, 6])
+def test_actor_and_critic_do_not_depend_on_the_micro_batch(
+    tiny_model: PreTrainedModel, scene: Scene, micro: int
+) -> None:
+    """PPO: an advantage for every token, and the critic's own loss beside the actor's."""
+    model = value_model(tiny_model)
+    with torch.no_grad():  # a head that is not zero, so that the whole critic has gradients
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(4))
+    g, plan = torch.Generator().manual_seed(3), scene.plan(GROUP * PROMPTS)
+    data = experience(tiny_model, scene, plan)
+    mask = scene.batch.response_mask & (torch.arange(len(scene.lengths)) != 5)[:, None]
+    old, returns = torch.randn(2, *mask.shape, generator=g)
+    data = replace(
+        data,
+        advantages=torch.randn(mask.shape, generator=g),
+        targets=ValueTargets(old, returns, mask),
+    )
+    gradients, losses = [], []
+    for size in (GROUP * PROMPTS, micro):
+        actor, critic = PlainEngine(tiny_model), PlainEngine(model)
+        meters = Meters(1, 0.2, 0.2, True, CPU, has_critic=True)
+        updater = Updater(actor, data, KNOBS, 1.0, Critic(model, critic, 0.2))  # type: ignore[arg-type]
+        assert list(updater.run(scene.plan(size), meters)) == [True]
+        assert len(critic.boundaries) == GROUP * PROMPTS // size
+        gradients.append((actor.gradients[0], critic.gradients[0]))
+        losses.append(meters.finish(Ranks()).per_update["value_loss"][0])
+    for whole, cut in zip(*gradients, strict=True):
+        assert whole.norm() > 0.01
+        assert torch.allclose(cut, whole, rtol=1e-4, atol=1e-6)
+    assert losses[0] > 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_quiet_update_still_teaches_the_critic(tiny_model: PreTrainedModel, scene: Scene) -> None:
+    model, plan = value_model(tiny_model), scene.plan(4)
+    mask = scene.batch.response_mask
+    data = replace(
+        experience(tiny_model, scene, plan),
+        advantages=torch.zeros(mask.shape),
+        targets=ValueTargets(torch.zeros(mask.shape), torch.ones(mask.shape), mask),
+    )
+    actor, critic = PlainEngine(tiny_model), PlainEngine(model)
+    meters = Meters(1, 0.2, 0.2, True, CPU, has_critic=True)
+    updater = Updater(actor, data, SILENT, 1.0, Critic(model, critic, None))  # type: ignore[arg-type]
+    assert list(updater.run(with_signal(plan, data.advantages), meters)) == [False]
+    assert actor.gradients == []
+    assert critic.gradients[0].norm() > 0
+    assert meters.finish(Ranks()).scalars["value_loss"] == pytest.approx(0.5)  # values 0, returns 1
+
+
+def test_values_do_not_depend_on_padding(tiny_model: PreTrainedModel, scene: Scene) -> None:
+    """A sample alone, without its left padding, has the values that it has in the batch."""
+    model = value_model(tiny_model)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(4))
+    micro = first_epoch(scene.plan(4), 1)
+    values = Critic(model, None, None).score(scene.batch, micro, Ranks())  # type: ignore[arg-type]
+    for row in (0, 9, 23):
+        prompt = scene.batch.prompt_ids[row][scene.batch.prompt_mask[row]]  # type: ignore[index]
+        length = int(scene.lengths[row])
+        alone = torch.cat([prompt, scene.batch.response_ids[row, : length - 1]])[None]
+        expected = model(input_ids=alone).logits[0, -length:, 0]
+        torch.testing.assert_close(values[row, :length], expected, rtol=1e-4, atol=1e-5)
+    assert values[scene.batch.response_mask].std() > 0.01
+
+
+def test_ratio_metrics_count_responses_where_the_ratio_is_a_responses_own(
+    tiny_model: PreTrainedModel, scene: Scene
+) -> None:
+    plan = scene.plan(4)
+    data = experience(tiny_model, scene, plan)
+    old = data.old_log_probs + drift(scene)
+    knobs = replace(KNOBS, ratio="sequence", average="responses")
+    _, measured = train(PlainEngine(tiny_model), replace(data, old_log_probs=old), plan, knobs)
+    mask = scene.batch.response_mask.numpy()
+    d = np.where(mask, (data.old_log_probs - old).numpy(), 0.0)
+    s = np.exp(d.sum(axis=1) / mask.sum(axis=1))  # [N]
+    a = scene.advantages.numpy()
+    clipped = ((s > 1.2) & (a > 0)) | ((s < 0.8) & (a < 0))
+    assert 0 < clipped.mean() < 1
+    assert measured.scalars["clip_ratio"] == pytest.approx(clipped.mean())
+    assert measured.scalars["ratio_low"] == pytest.approx((s < 0.8).mean())
+    assert measured.scalars["ratio_high"] == pytest.approx((s > 1.2).mean())
+    assert sum(measured.histograms["policy_ratio"]) == GROUP * PROMPTS
+    by_token = np.exp(d[mask]) - 1 - d[mask]
+    assert measured.per_update["kl_step"][0] == pytest.approx(by_token.mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
