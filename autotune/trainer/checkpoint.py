@@ -15,23 +15,27 @@ looked at, newest first, and one counts only if every hash is right. A truncated
 named in a warning and the one before it is used. *Keeping.* The newest `keep` and always the first,
 so that an emergency can go back behind the onset of a collapse.
 
-At more than one rank every rank calls `save_checkpoint` (gathering the state is collective) and
-rank 0 alone writes.
+*Ranks.* Every rank calls `save_checkpoint` and `load_checkpoint`, with the same folder. Rank 0 alone
+gathers and writes, one tensor after the other, unsplit, so another number of ranks or another ZeRO
+stage can go on from it. What fails on one rank fails on all, before anything is changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import CheckpointError
+from autotune.trainer.group import from_all, from_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,35 +88,80 @@ def save_checkpoint(
         on_phase: Called with `save:files` and `save:renamed` as these are reached.
 
     Raises:
-        CheckpointError: Weights, moments or `state` are not finite, or `state` is not JSON.
+        CheckpointError: Weights, moments or `state` are not finite, `state` is not JSON, or the disk
+            refuses; on every rank, and what was there before is still there.
     """
-    root = Path(root)
-    target = root / f"rollout-{rollout:05d}"
-    text = _state_text(state)
-    tensors, steps = engine.state_tensors(), engine.steps()  # collective: before rank 0 goes alone
-    _refuse_non_finite(tensors, target)
-    values, value_steps = (critic.engine.state_tensors(), critic.engine.steps()) if critic else ({}, 0)
-    _refuse_non_finite(values, target)
-    if engine.rank != 0:
-        return target
-    root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
-    unfinished = root / f"{_HIDDEN}{target.name}"
-    unfinished.mkdir()
-    _write_model(unfinished, model, tokenizer)
-    _write_optimizer(unfinished / OPTIMIZER, tensors, steps)
-    if critic is not None:
-        (unfinished / CRITIC).mkdir()
-        _write_model(unfinished / CRITIC, critic.model)
-        _write_optimizer(unfinished / CRITIC / OPTIMIZER, values, value_steps)
-    (unfinished / STATE).write_text(text, encoding="utf-8")
-    _seal(unfinished, rollout)
-    _report(on_phase, "save:files")
-    _put_in_place(unfinished, target)
-    _report(on_phase, "save:renamed")
-    _point_to(root, target)
-    _prune(root, keep)
+    target = Path(root) / f"rollout-{rollout:05d}"
+    first = engine.rank == 0
+    whole = {"": (model, engine)} | ({CRITIC: (critic.model, critic.engine)} if critic else {})
+    states = {name: (e.state_tensors(keep=first), e.steps()) for name, (_, e) in whole.items()}
+    problem: CheckpointError | None = None
+    with contextlib.ExitStack() as gathered:
+        for _, one in whole.values():
+            gathered.enter_context(one.whole_weights())
+        if first:
+            try:
+                content = {name: (m, *states[name]) for name, (m, _) in whole.items()}
+                _write(target, content, tokenizer, state, keep, on_phase)
+            except CheckpointError as refused:
+                problem = refused
+    reason = from_first(str(problem or ""))
+    if reason:
+        raise problem or CheckpointError(reason)
     return target
+
+
+def _write(
+    target: Path,
+    content: Mapping[str, tuple[PreTrainedModel, dict[str, Tensor], int]],
+    tokenizer: PreTrainedTokenizerBase,
+    state: Mapping[str, Any],
+    keep: int,
+    on_phase: Callable[[str], None] | None,
+) -> None:
+    """Rank 0's part. `content` is (model, optimizer state, step count) by folder, "" for the actor."""
+    root, unfinished = target.parent, target.with_name(f"{_HIDDEN}{target.name}")
+    text = _state_text(state)
+    for _, tensors, _ in content.values():
+        _refuse_non_finite(tensors, target)
+    with _told(f"{target.name} not written", target, unfinished):
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        for name, (model, tensors, steps) in content.items():
+            (unfinished / name).mkdir()
+            _write_model(unfinished / name, model, None if name else tokenizer)
+            _write_optimizer(unfinished / name / OPTIMIZER, tensors, steps)
+        (unfinished / STATE).write_text(text, encoding="utf-8")
+        _seal(unfinished, checkpoint_rollout(target))
+        _report(on_phase, "save:files")
+        _put_in_place(unfinished, target)
+    _report(on_phase, "save:renamed")
+    with _told(f"{target.name} is written, but not the pointer to it", target):
+        _point_to(root, target)
+        _prune(root, keep)
+
+
+@contextlib.contextmanager
+def _told(what: str, target: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Say what a full or broken disk means for the run, and give back the space that was taken."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as fault:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        reason = getattr(fault, "strerror", None) or str(fault)
+        last = _folders(target.parent)
+        stands = f"{last[-1].name} is the last whole checkpoint" if last else "there is no checkpoint yet"
+        raise CheckpointError(
+            f"{what}: {reason}; {stands}. Make room or repair the disk under {target.parent}, then resume"
+        ) from fault
+
+
+def checkpoint_rollout(path: Path) -> int:
+    """Number of finished rollouts in a checkpoint's folder name."""
+    return int(path.name.rsplit("-", 1)[1])
 
 
 def find_checkpoints(root: Path) -> list[Path]:
@@ -128,21 +177,67 @@ def find_checkpoints(root: Path) -> list[Path]:
     return good
 
 
+def newest_checkpoint(root: Path, not_after: int | None = None) -> Path | None:
+    """The newest good checkpoint of at most that rollout, the same on every rank."""
+    found = []
+    if _first():
+        limit = math.inf if not_after is None else not_after
+        found = [path.name for path in find_checkpoints(root) if checkpoint_rollout(path) <= limit][:1]
+    chosen = from_first(found)
+    return Path(root) / chosen[0] if chosen else None
+
+
 def load_checkpoint(path: Path, engine: Engine, critic: Engine | None = None) -> dict[str, Any]:
     """Put a checkpoint's weights, moments and step counts into the engines; return its `state`.
 
     Raises:
-        CheckpointError: A file is missing or altered, or the model is another one.
+        CheckpointError: A file is missing or altered, or the model is another one; on every rank, and
+            no engine was touched.
     """
     path = Path(path)
-    _verify(path)
-    if critic is not None and not (path / CRITIC / OPTIMIZER).is_file():
-        raise CheckpointError(f"{path} holds no critic: it is of a run with another algorithm than ppo")
-    _read_optimizer(path / OPTIMIZER, engine)
-    if critic is not None:
-        _read_optimizer(path / CRITIC / OPTIMIZER, critic)
+    engines = {OPTIMIZER: engine} | ({f"{CRITIC}/{OPTIMIZER}": critic} if critic else {})
+    problem: CheckpointError | None = None
+    saved: dict[str, Saved] = {}
+    with contextlib.ExitStack() as files:
+        try:
+            saved = {name: files.enter_context(_opened(path, name)) for name in _whole(path, engines)}
+            for name, one in engines.items():
+                one.check_fit(saved[name].shapes)
+        except CheckpointError as refused:
+            problem = refused
+        _raise_together(problem)
+        for name, one in engines.items():
+            one.load_state(saved[name], saved[name].steps)
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     return state
+
+
+def _whole(path: Path, wanted: Mapping[str, Any]) -> list[str]:
+    """The optimizer files to read, once the checkpoint was verified (by rank 0: they are large)."""
+    if _first():
+        _verify(path)
+    missing = [name for name in wanted if not (path / name).is_file()]
+    if f"{CRITIC}/{OPTIMIZER}" in missing:
+        raise CheckpointError(f"{path} holds no critic: it is of a run with another algorithm than ppo")
+    if missing:
+        raise _damaged(path, f"{missing[0]} is missing")
+    return list(wanted)
+
+
+def _raise_together(problem: CheckpointError | None) -> None:
+    """Raise on every rank what went wrong on any."""
+    told = from_all(str(problem or ""))
+    if problem is not None:
+        raise problem
+    for rank, reason in enumerate(told):
+        if reason:
+            raise CheckpointError(f"rank {rank}: {reason}")
+
+
+def _first() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 # -- content -----------------------------------------------------------------------------------
@@ -192,13 +287,34 @@ def _write_optimizer(path: Path, tensors: dict[str, Tensor], steps: int) -> None
     save_file(tensors, path, metadata={"steps": str(steps)})
 
 
-def _read_optimizer(path: Path, engine: Engine) -> None:
-    from safetensors import safe_open
+class Saved(Mapping[str, "Tensor"]):
+    """Tensors of an optimizer file, each read when it is asked for: all at once may not fit."""
 
-    with safe_open(path, framework="pt") as file:
-        steps = int(file.metadata()["steps"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    engine.load_state(tensors, steps)
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.steps = int(file.metadata()["steps"])
+        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Iterator[Saved]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / name, framework="pt") as file:
+            yield Saved(file)
+    except (OSError, SafetensorError) as fault:
+        raise _damaged(path, f"{name} cannot be read ({fault})") from fault
 
 
 # -- whole or not there ------------------------------------------------------------------------

@@ -100,9 +100,10 @@ def sample_all(
     """Draw `group` responses per prompt; each rank draws its part in chunks of `chunk` samples."""
     total = prompts.ids.shape[0] * group
     mine = ranks.share(np.arange(total))
+    drawn = mine if len(mine) else np.arange(1)  # with more ranks than samples one has none: draw, drop
     parts = [
         sampler.sample(prompts, torch.from_numpy(rows // group), torch.from_numpy(rows % group), draw)
-        for rows in np.split(mine, range(chunk, len(mine), chunk))
+        for rows in np.split(drawn, range(chunk, len(drawn), chunk))
     ]
     return _gather(parts, mine, prompts, group, ranks)
 
@@ -111,7 +112,7 @@ def _gather(parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int
     total = prompts.ids.shape[0] * group
 
     def whole(pick: Callable[[Responses], Tensor]) -> Tensor:
-        return ranks.whole(mine, torch.cat([pick(part) for part in parts]), total)
+        return ranks.whole(mine, torch.cat([pick(part) for part in parts])[: len(mine)], total)
 
     ids = whole(lambda part: part.ids)  # [N, R]
     lengths = whole(lambda part: part.mask.sum(dim=1))  # [N]

@@ -371,13 +371,14 @@ class Engine:
             raise TrainingError(f"Adam's step counts differ between parameters: {sorted(counts)}")
         return counts.pop()
 
-    def load_state(self, tensors: dict[str, Tensor], steps: int) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Continue from what `state_tensors()` and `steps()` gave, bit for bit.
 
         Raises:
             CheckpointError: A tensor is missing, left over, or of another shape.
         """
-        self._check_fit(tensors)
+        known = getattr(tensors, "shapes", None)  # a file tells them without reading the tensors
+        self.check_fit(known or {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for index, (name, parameter) in enumerate(self._trainable.items()):
             for kind in ("model", *MOMENTS):
                 self._write(index, parameter, kind, tensors[f"{kind}/{name}"])
@@ -386,11 +387,11 @@ class Engine:
         self._forget_gathered()
         self._drop_gradients()
 
-    def _check_fit(self, tensors: dict[str, Tensor]) -> None:
+    def check_fit(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `CheckpointError` unless these are the shapes of this engine's state."""
         wanted = {
             f"{kind}/{name}": self._shapes[name] for name in self._trainable for kind in ("model", *MOMENTS)
         }
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wrong = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
         if wrong:
             first = wrong[0]

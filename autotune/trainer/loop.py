@@ -16,7 +16,8 @@ sampling noise and dropout are functions of seed and place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,19 @@ from autotune.decisions import RunFacts
 from autotune.errors import AdapterError, CheckpointError, ControlStop
 from autotune.recipe import Recipe, knob_vector, recipe_facts
 from autotune.trainer.algorithms import ALGORITHMS
-from autotune.trainer.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
+from autotune.trainer.checkpoint import (
+    checkpoint_rollout,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from autotune.trainer.clock import PhaseClock
 from autotune.trainer.collect import Collected, Samples, Scores, collect, describe, sample_all, score_all
 from autotune.trainer.credit import Credit, critic_credit, group_credit, kl_penalty
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
-from autotune.trainer.interrupts import held_interrupts
+from autotune.trainer.group import agree_on
+from autotune.trainer.interrupts import TogetherInterrupts, held_interrupts
 from autotune.trainer.live import LiveKnobs
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
@@ -97,11 +104,12 @@ class Trainer:
         self._on_event = on_event or (lambda name, payload: None)
         self._extra_state = extra_state or dict
         self.parts = build_parts(recipe, self.folder)
+        self._interrupts = TogetherInterrupts(self.parts.ranks.size)
         self._before: list[object] = []  # snapshots of every engine from before this rollout's updates
         self._half_done = False  # this rollout's updates have begun, its record is not out
         self._saved = -1  # rollout of the newest checkpoint written by this process
         self.live = LiveKnobs(
-            knob_vector(recipe),
+            knob_vector(recipe, self.parts.ranks.size),
             world_size=self.parts.ranks.size,
             context=getattr(self.parts.model.config, "max_position_embeddings", None),
             has_reference=self.parts.reference is not None,
@@ -125,6 +133,10 @@ class Trainer:
         Args:
             on_rollout: called after every rollout; may set `live` and bring weights back.
         """
+        with self._interrupts.held():
+            self._run(on_rollout)
+
+    def _run(self, on_rollout: Callable[[RolloutRecord], None]) -> None:
         try:
             if not self._resumed:
                 self._save()
@@ -133,9 +145,11 @@ class Trainer:
             while self.rollout < self.recipe.trainer.rollouts:
                 self._one_rollout(on_rollout)
                 self._on_phase("between", self.rollout)
+                self._interrupts.obey()
             self._evaluate_now()
         except (ControlStop, KeyboardInterrupt):
-            self._save_stopped()
+            if self._interrupts.in_step:
+                self._save_stopped()
             raise
 
     def undo_rollout(self) -> None:
@@ -161,23 +175,23 @@ class Trainer:
         Raises:
             CheckpointError: no whole checkpoint is that old.
         """
-        for path in find_checkpoints(self._checkpoints):
-            rollout = checkpoint_rollout(path)
-            if rollout <= before_rollout:
-                self._load(path)
-                return rollout
-        raise CheckpointError(
-            f"no whole checkpoint of rollout {before_rollout} or before in {self._checkpoints}"
-        )
+        path = newest_checkpoint(self._checkpoints, before_rollout)
+        if path is None:
+            raise CheckpointError(
+                f"no whole checkpoint of rollout {before_rollout} or before in {self._checkpoints}"
+            )
+        self._load(path)
+        return checkpoint_rollout(path)
 
     def evaluate(self) -> dict[str, float]:
         """Score on the fixed held-out prompts; empty when the task holds nothing out."""
         parts = self.parts
         if parts.held_out is None:
             return {}
-        return evaluate(
-            self.recipe, parts.held_out, parts.sampler, parts.rewards, parts.tokenizer, parts.ranks
-        )
+        with parts.engine.whole_weights():
+            return evaluate(
+                self.recipe, parts.held_out, parts.sampler, parts.rewards, parts.tokenizer, parts.ranks
+            )
 
     def close(self) -> None:
         """Give the engines' memory back."""
@@ -212,15 +226,17 @@ class Trainer:
         clock, knobs, epoch = PhaseClock(self.parts.engine.device), self.live.vector(), self.live.epoch
         with clock.phase("total"):
             self._on_phase("rollout", self.rollout)
-            with clock.phase("rollout"):
-                data = self._collect()
-            plan = self._plan(data.kept)
-            meters = self._meters(len(plan))
-            experience = self._experience(data, plan, meters, clock)
+            with self._whole_weights():
+                with clock.phase("rollout"):
+                    data = self._collect()
+                self._interrupts.obey()
+                plan = self._plan(data.kept)
+                meters = self._meters(len(plan))
+                experience = self._experience(data, plan, meters, clock)
             plan = with_signal(plan, experience.advantages)
             with clock.phase("update"):
                 moved = self._update(plan, experience, meters)
-            with clock.phase("kl_step_forward"):
+            with clock.phase("kl_step_forward"), self.parts.engine.whole_weights():
                 self._measure_drift(experience, data.kept, meters)
             measured = meters.finish(self.parts.ranks)
         return RolloutRecord(
@@ -232,6 +248,13 @@ class Trainer:
             histograms=measured.histograms,
             times=dict(clock.seconds),
         )
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        with ExitStack() as whole:
+            for engine in self._engines:
+                whole.enter_context(engine.whole_weights())
+            yield
 
     def _collect(self) -> Collected:
         group, rounds = self.live.count("rollout_n"), self.recipe.trainer.dynamic_sampling
@@ -267,7 +290,7 @@ class Trainer:
         return samples, scores
 
     def _plan(self, samples: Samples) -> list[MiniBatch]:
-        return make_plan(
+        plan = make_plan(
             samples.lengths,
             torch.ones(len(samples.lengths)),  # whether there is signal is known later
             BatchKnobs(**{name: self.live.count(name) for name in BatchKnobs.__slots__}),
@@ -275,6 +298,9 @@ class Trainer:
             self.parts.ranks,
             self.parts.engine.device,
         )
+        # A rank with one backward pass more would wait in it for the others, and they elsewhere.
+        agree_on("the micro-batches of every update", [len(mini.micro) for mini in plan])
+        return plan
 
     def _meters(self, updates: int) -> Meters:
         return Meters(
@@ -341,6 +367,7 @@ class Trainer:
                 moved.append(stepped)
                 if len(moved) == 1:
                     self._on_phase("update", self.rollout)
+                self._interrupts.obey()
         return moved
 
     def _loss_knobs(self) -> LossKnobs:
@@ -473,13 +500,13 @@ class Trainer:
         }
 
     def _resume(self) -> None:
-        found = find_checkpoints(self._checkpoints)
-        if not found:
+        found = newest_checkpoint(self._checkpoints)
+        if found is None:
             raise CheckpointError(
                 f"nothing to resume: no whole checkpoint in {self._checkpoints};"
                 " start the run without --resume"
             )
-        state = self._load(found[0])
+        state = self._load(found)
         self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
         self.live.load_state_dict(state["live"])
         self.parts.rewards.load_state_dict(state["rewards"])
@@ -489,8 +516,3 @@ class Trainer:
     def _load(self, path: Path) -> dict[str, Any]:
         critic = self.parts.critic
         return load_checkpoint(path, self.parts.engine, critic.engine if critic else None)
-
-
-def checkpoint_rollout(path: Path) -> int:
-    """Number of finished rollouts in a checkpoint's folder name."""
-    return int(path.name.rsplit("-", 1)[1])

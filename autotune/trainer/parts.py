@@ -10,10 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from autotune.errors import InputError
+from autotune.recipe.deepspeed import plan
 from autotune.recipe.schema import Recipe
 from autotune.trainer.critic import Critic, value_model
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import HeldOut
+from autotune.trainer.group import first_goes_first, start_group
 from autotune.trainer.lora import WithoutAdapters, with_adapters
 from autotune.trainer.models import load_model
 from autotune.trainer.prompts import PromptStream, held_out_prompts
@@ -54,8 +56,10 @@ def build_parts(recipe: Recipe, folder: Path | None = None) -> Parts:
         folder: its run folder, for the output of foreign reward functions.
     """
     trainer = recipe.trainer
-    model, tokenizer = load_model(recipe.model)
-    task = load_task(recipe.task, tokenizer)
+    start_group()
+    with first_goes_first():
+        model, tokenizer = load_model(recipe.model)
+        task = load_task(recipe.task, tokenizer)
     if not task.train:
         raise InputError("the task has no training prompts: expected at least one; check its file")
     prompts = PromptStream(task, recipe.seed, trainer.prompt_cut, trainer.max_prompt_length)
@@ -102,15 +106,17 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _engine(model: PreTrainedModel, recipe: Recipe, learning_rate: float) -> Engine:
-    trainer = recipe.trainer
+    trainer, wanted = recipe.trainer, plan(recipe.deepspeed)
     return Engine(
         model,
-        zero_stage=recipe.deepspeed.zero_stage,
+        zero_stage=wanted.stage,
         learning_rate=learning_rate,
         betas=trainer.adam_betas,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         dtype=recipe.model.dtype,
+        offload=wanted.offload,
+        config=wanted.extra,
     )
 
 

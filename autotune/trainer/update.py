@@ -129,7 +129,7 @@ def with_signal(plan: Sequence[MiniBatch], advantages: Tensor) -> list[MiniBatch
 
 
 def _micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
-    parts = np.split(rows, range(size, len(rows), size))
+    parts = [part for part in np.split(rows, range(size, len(rows), size)) if len(part)]
     return tuple(MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts)
 
 
