@@ -9,16 +9,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.advise.known import Known, gather
 from autotune.controller import Controller
 from autotune.decisions import Decision, State
-from autotune.hooks.base import FrozenDetector
+from autotune.hooks.base import NOISY_METRICS, FrozenDetector
 from autotune.logs import Log, Reader, Survey, open_log, survey
 from autotune.logs.rollouts import Observed
 from autotune.metrics import Reading, Snapshot, Validity
+from autotune.policies.collapse import HARD
 
 if TYPE_CHECKING:
     from autotune.recipe.schema import Recipe
@@ -34,6 +36,9 @@ WATCHED = (
     "reward_std",
 )
 """Metrics that the verdict looks at over the whole log."""
+
+
+_FAULTS = (Validity.NON_FINITE, Validity.OUT_OF_RANGE, Validity.FROZEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,9 @@ class Shadow:
     """Metric -> one number a rollout, NaN where it was not valid."""
     steps: array[float] = field(default_factory=lambda: array("d"))
     faults: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Metric that was not finite -> first step, reason."""
+    """Metric that was not finite, out of its range or frozen -> first step, reason."""
+    not_finite_at: int = -1
+    """Last rollout whose loss, gradient or drift was not finite."""
     frozen: FrozenDetector = field(default_factory=FrozenDetector)
     _holding: str = ""
     _emergency_at: int = -(10**9)
@@ -93,10 +100,8 @@ class Shadow:
     # ---- sensing -----------------------------------------------------------------------------
 
     def _snapshot(self, observed: Observed) -> Snapshot:
-        readings = self._structural(observed.readings())
-        fine = {
-            n: r for n, r in readings.items() if r.value is not None and float(f"{r.value:.4g}") != r.value
-        }
+        readings = {**self._absent, **observed.readings(), **self._structural}
+        fine = {n: r for n in NOISY_METRICS if (r := readings.get(n)) is not None and _unrounded(r.value)}
         judged = self.frozen.check(fine, self.known.responses)  # printed decimals repeat by themselves
         readings |= {n: r for n, r in judged.items() if r.validity is Validity.FROZEN}
         self._remember(observed, readings)
@@ -105,13 +110,20 @@ class Shadow:
             observed.index, knobs, readings, per_update={n: tuple(v) for n, v in observed.lists.items()}
         )
 
-    def _structural(self, readings: dict[str, Reading]) -> dict[str, Reading]:
-        for name, capability in self.known.facts.metric_capability.items():
-            if capability.state != Validity.VALID:
-                readings[name] = Reading(None, Validity(capability.state), capability.reason)
-            elif name not in readings:
-                readings[name] = Reading(None, Validity.MISSING, f"{name} was not in this row")
-        return readings
+    @cached_property
+    def _structural(self) -> dict[str, Reading]:
+        """What this log cannot show, whatever its rows say."""
+        return {
+            name: Reading(None, Validity(capability.state), capability.reason)
+            for name, capability in self.known.facts.metric_capability.items()
+            if capability.state != Validity.VALID
+        }
+
+    @cached_property
+    def _absent(self) -> dict[str, Reading]:
+        """What a row should have; its own readings go on top."""
+        promised = (n for n, c in self.known.facts.metric_capability.items() if c.state == Validity.VALID)
+        return {n: Reading(None, Validity.MISSING, f"{n} was not in this row") for n in promised}
 
     def _remember(self, observed: Observed, readings: Mapping[str, Reading]) -> None:
         self.steps.append(observed.step)
@@ -119,8 +131,10 @@ class Shadow:
             value = readings[name].value if name in readings else None
             column.append(float("nan") if value is None else value)
         for name, reading in readings.items():
-            if reading.validity is Validity.NON_FINITE:
+            if reading.validity in _FAULTS:
                 self.faults.setdefault(name, (observed.step, reading.reason))
+            if name in HARD and reading.validity is Validity.NON_FINITE:
+                self.not_finite_at = observed.index
 
     # ---- what it says ------------------------------------------------------------------------
 
@@ -199,6 +213,11 @@ class Shadow:
 
     def of(self, kind: str) -> list[Said]:
         return [s for s in self.said if s.kind == kind]
+
+
+def _unrounded(value: float | None) -> bool:
+    """More than four significant digits: such a number does not repeat by chance."""
+    return value is not None and float(f"{value:.4g}") != value
 
 
 def prepare(

@@ -127,11 +127,12 @@ def _collapse(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Ver
     onset = _onset(shadow, last)
     why = [f"step {last.step:g}: {last.reason.rsplit(':', 1)[0]}", *evidence]
     before, now = _levels(shadow, last)
+    if "not finite" in last.reason:
+        return Verdict(Kind.COLLAPSING, "the numbers are not finite", why, onset)
     if before is not None and now is not None and _alive(shadow, last, before, now):
         words = f"the reward fell from {before:.3g} to {now:.3g} and did not come back"
         return Verdict(Kind.AGGRESSIVE, words, why, onset)
-    words = "the numbers are not finite" if "not finite" in last.reason else _fallen(before, now)
-    return Verdict(Kind.COLLAPSING, words, why, onset)
+    return Verdict(Kind.COLLAPSING, _fallen(before, now), why, onset)
 
 
 def _alive(shadow: Shadow, last: Said, before: float, now: float) -> bool:
@@ -164,19 +165,14 @@ def _levels(shadow: Shadow, last: Said) -> tuple[float | None, float | None]:
 def _healed(shadow: Shadow, last: Said) -> bool:
     """Back to within 15 % of where it was, for at least eight rollouts."""
     since = len(shadow.steps) - 1 - last.index
-    before, now = _levels(shadow, last)
-    if since < 8:
+    if since < 8 or len(shadow.steps) - 1 - shadow.not_finite_at < 8:
         return False
+    before, now = _levels(shadow, last)
     if before is None or now is None:
-        return not shadow.faults or all(not _faulty_at_end(shadow, name) for name in shadow.faults)
+        return "not finite" in last.reason
     reward = Reward.of(shadow.columns["reward_mean"])
     slack = SLACK * abs(before) + (reward.sd / math.sqrt(8) if reward else 0.0)
     return now >= before - slack
-
-
-def _faulty_at_end(shadow: Shadow, name: str) -> bool:
-    column = shadow.columns.get(name)
-    return column is None or not tail(column)[-3:]
 
 
 def _too_little(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verdict | None:

@@ -28,6 +28,8 @@ _RAY = re.compile(r"^\([\w.]+ pid=\d+[^)]*\) ?")
 _VERL = re.compile(r"(?:^|\s)step:(\d+) - ")
 _NUMPY = re.compile(r"np\.\w+\(([^()]*)\)")
 _SWIFT = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+_PLAIN = {float, int, bool, type(None)}
+"""Types of values that need no work."""
 _WORDS = {"None": None, "null": None, "": None}
 
 
@@ -92,9 +94,14 @@ def json_line(line: str) -> Row | None:
     return flat(found) if isinstance(found, dict) else None
 
 
+def is_journal(line: str) -> bool:
+    """Whether this is any line of our own journal, the header too."""
+    return line.startswith('{"v":') and '"type":"' in line[:80]
+
+
 def journal_line(line: str) -> Row | None:
     """A line of our own journal: the snapshot's metrics of one rollout, faults as NaN."""
-    if not line.startswith('{"v":') or '"type":"rollout"' not in line[:80].replace(" ", ""):
+    if not is_journal(line) or '"type":"rollout"' not in line[:80]:
         return None
     try:
         snapshot = json.loads(line)["snapshot"]
@@ -139,6 +146,8 @@ def swift_line(line: str) -> Row | None:
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Row:
     """Nested objects with their keys joined by `/`; lists are left out."""
+    if not prefix and _PLAIN.issuperset(map(type, data.values())):
+        return data if isinstance(data, dict) else dict(data)
     row: Row = {}
     for key, value in data.items():
         name = f"{prefix}{key}"

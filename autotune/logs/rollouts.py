@@ -37,7 +37,6 @@ DERIVED = {
 class KeyStats:
     """One of their keys over the whole log."""
 
-    count: int = 0
     numbers: int = 0
     low: float = math.inf
     high: float = -math.inf
@@ -45,7 +44,6 @@ class KeyStats:
     """Not finite."""
 
     def add(self, value: object) -> None:
-        self.count += 1
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         self.numbers += 1
@@ -140,7 +138,10 @@ def _count(rows: Iterable[Row], keys: dict[str, KeyStats]) -> tuple[int, int]:
             stats = keys.get(key)
             if stats is None:
                 stats = keys[key] = KeyStats()
-            stats.add(value)
+            if type(value) is float and stats.low <= value <= stats.high:  # nearly every number
+                stats.numbers += 1
+            else:
+                stats.add(value)
         if count <= 1000 and (step := _step(row)) is not None:
             steps.append(step)
     gaps = [b - a for a, b in itertools.pairwise(steps) if b > a]
@@ -256,6 +257,10 @@ class Reader:
         """Rows that came before any rollout."""
         self.restarts = 0
         """Times that the step counter ran backwards: another run, or a resume."""
+        named = {c.ours for c in found.plan.values()}
+        self._scalars = {n for n in named if n in METRICS or n.startswith(tuple(FAMILIES))}
+        self._knobs = [n for n in named if n.startswith("knob:")]
+        self._derives = bool(named & {*DERIVED, "response_length_max"})
         self._columns = [(k, c.ours, c.scale, c.coarse) for k, c in found.plan.items()]
         self._index = 0
         self._longest = 0.0
@@ -291,7 +296,9 @@ class Reader:
             if key not in row:
                 continue
             value = row[key]
-            if value is None:
+            if type(value) is float and scale == 1.0 and not coarse:
+                values[ours] = value
+            elif value is None:
                 values[ours] = None
             elif isinstance(value, (int, float)):
                 if coarse and value == 0:
@@ -302,13 +309,15 @@ class Reader:
         return values
 
     def _observe(self, rows: list[dict[str, float | None]]) -> Observed:
-        first, lists = rows[0], {}
-        scalars = {n: v for n, v in first.items() if n in METRICS or n.startswith(tuple(FAMILIES))}
+        first = rows[0]
+        lists: dict[str, list[float]] = {}
+        scalars = {n: v for n, v in first.items() if n in self._scalars}
         if len(rows) > 1:
             lists = _per_update(rows)
             scalars.update({n: sum(v) / len(v) for n, v in lists.items()})
-        self._derive(first, scalars)
-        knobs = {n[5:]: v for n, v in first.items() if n.startswith("knob:") and v is not None}
+        if self._derives:
+            self._derive(first, scalars)
+        knobs = {n[5:]: v for n in self._knobs if (v := first.get(n)) is not None}
         observed = Observed(self._index, self._label(first), scalars, knobs, len(rows), lists)
         self._index += 1
         return observed

@@ -19,6 +19,7 @@ from autotune.logs.lines import (
     Row,
     Table,
     dict_line,
+    is_journal,
     journal_line,
     json_line,
     swift_line,
@@ -51,6 +52,7 @@ class Log:
 
     def rows(self, follow: Callable[[], bool] | None = None) -> Iterator[Row]:
         """Every row from the start; `follow` is asked at the end of the file whether to wait on."""
+        self.hints.progress = 0
         if self.format in _DOCUMENTS:
             yield from self._documents(follow)
         else:
@@ -96,6 +98,8 @@ class Log:
 def _any_format(line: str) -> tuple[Row | None, Parser | None]:
     if "{'actor_rollout_ref'" in line:
         return None, None  # a configuration dump, not a row
+    if is_journal(line):
+        return journal_line(line), journal_line
     for parser in _LINE_FORMATS.values():
         row = parser(line)
         if row:
@@ -105,19 +109,31 @@ def _any_format(line: str) -> tuple[Row | None, Parser | None]:
 
 def _text_lines(path: Path, follow: Callable[[], bool] | None) -> Iterator[str]:
     """Lines without their ends; progress bars rewrite theirs with carriage returns."""
+    if follow is None:
+        yield from _finished_lines(path)
+        return
     rest = ""
     with path.open(encoding="utf-8", errors="replace", newline="") as stream:
         while True:
             chunk = stream.readline()
-            if chunk and (chunk.endswith("\n") or follow is None):
+            if chunk.endswith("\n"):
                 whole, rest = rest + chunk, ""
                 yield from whole.rstrip("\r\n").split("\r") if "\r" in whole else (whole.rstrip("\n"),)
             elif chunk:
                 rest += chunk  # a half-written line: wait for its end
-            elif follow is None or not follow():
+            elif not follow():
                 if rest:
                     yield rest
                 return
+
+
+def _finished_lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        for line in stream:
+            if "\r" in line:
+                yield from line.rstrip("\r\n").split("\r")
+            else:
+                yield line
 
 
 _DOCUMENTS: dict[str, Callable[[Log], Iterator[Row]]] = {
@@ -185,7 +201,7 @@ def _text_format(path: Path, start: str) -> str:
         return "JSON" if json_line(first) is None or len(lines) == 1 else "JSONL"
     for line in lines:
         row, parser = _any_format(unprefixed(line))
-        if row and parser:
+        if parser and (row or parser is journal_line):
             return next(name for name, one in _LINE_FORMATS.items() if one is parser)
     return _table_format(path, lines) or "text without metric lines"
 

@@ -98,7 +98,7 @@ def test_a_fall_below_half_is_an_alarm_at_once_and_an_emergency_next(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_saw_is_seen_within_its_first_teeth(seed: int, folder: Path) -> None:
     """The fall stands at half of the run, and the teeth are four rollouts wide."""
-    falls = read(Twin("sawtooth", seed), folder).of("emergency")
+    falls = read(Twin("sawtooth", seed, "verl"), folder).of("emergency")
     assert falls and falls[0].index <= STORIES["sawtooth"].rows // 2 + 12
 
 
