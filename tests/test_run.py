@@ -158,6 +158,15 @@ def throw(error: BaseException) -> Callable[[], object]:
     return act
 
 
+def test_settings_from_elsewhere_are_warned_about_and_get_a_fingerprint_of_their_own() -> None:
+    console = screenless()
+    carried = recipe("r", "fingerprint={model: another, hardware: 8 x NVIDIA H200}")
+    run(carried, console=console)
+    assert text(console).count("B8: the settings were tuned on another") == 2
+    resolved = load_recipe("r/recipe.resolved.json")
+    assert resolved.fingerprint is not None and resolved.fingerprint.model == "builtin:digits"
+
+
 def test_a_run_leaves_its_whole_record() -> None:
     console = screenless()
     result = run(recipe(), console=console)
@@ -166,7 +175,11 @@ def test_a_run_leaves_its_whole_record() -> None:
     assert [lines[0]["type"], lines[-1]["type"]] == ["header", "end"]
     assert sum(line["type"] == "rollout" for line in lines) == 24
     assert [line["rollout"] for line in lines if line["type"] == "eval"] == [0, 8, 16, 24]
-    assert load_recipe("r/recipe.resolved.json") == recipe()
+    resolved = load_recipe("r/recipe.resolved.json")
+    assert resolved.model_copy(update={"fingerprint": None}) == recipe()
+    own = resolved.fingerprint
+    assert own is not None and own.model == "builtin:digits" and own.data and own.reward and own.hardware
+    assert lines[0]["recipe"]["fingerprint"] == own.model_dump()
     environment = json.loads(Path("r/environment.json").read_text())
     assert environment["python"] and len(environment["policies_sha256"]) == 64
     assert lines[0]["environment"] == environment
