@@ -180,7 +180,10 @@ def test_doctor_as_json() -> None:
 HEAVY = ("torch", "transformers", "deepspeed", "mlflow", "optuna", "pandas", "scipy")
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["replay", "none"], ["run", "none.yaml"]])
+LIGHT = [["doctor"], ["replay", "none"], ["run", "none.yaml"], ["ctl", "none", "status"]]
+
+
+@pytest.mark.parametrize("arguments", LIGHT)
 def test_other_commands_load_nothing_heavy_either(arguments: list[str]) -> None:
     program = (
         "import sys, runpy\n"
