@@ -70,6 +70,15 @@ def test_a_drift_that_left_its_band_convicts_too(
     assert judge(probation(kl_step=before), context(snapshots)).outcome is expected
 
 
+def test_a_drift_that_a_regulator_mended_still_convicts_the_change() -> None:
+    """X1 lowered the rate meanwhile: the two samples before that show what the change did."""
+    alone = run(2, start=SINCE + 1, epoch=1, kl_step=0.2)
+    lower = {"actor_learning_rate": 1e-4}
+    mended = run(3, knobs=lower, start=SINCE + 3, epoch=1, kl_step=0.02)
+    found = judge(probation(), context([*alone, *mended]))
+    assert found.outcome is Outcome.REVERTED and found.statistics["kl_step_after"] == 0.2
+
+
 def test_settling_rollouts_and_other_epochs_are_not_judged() -> None:
     assert verdict(reward=[0.0, 0.0, 0.5, 0.5, 0.5]) is Outcome.INCONCLUSIVE
     other = run(5, start=SINCE + 1, epoch=7, reward_mean=0.0)

@@ -56,6 +56,7 @@ def test_a_drift_that_is_not_known_is_no_veto(state: Validity) -> None:
 
 EDGE = 0.5 - 4 * NOISE
 """Four spreads of a flat reward of 0.5 whose MAD is 0: the noise floor is the spread."""
+SLOW = 0.5 - 3 * NOISE
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,9 @@ EDGE = 0.5 - 4 * NOISE
         ([EDGE - 1e-4, EDGE + 1e-4], "quiet"),
         ([EDGE + 1e-4, EDGE - 1e-4], "alarm"),
         ([EDGE - 1e-4, EDGE - 1e-4], "collapse"),
+        ([SLOW - 1e-4, SLOW - 1e-4], "quiet"),  # a slow fall takes three below three spreads
+        ([SLOW - 1e-4, SLOW - 1e-4, SLOW - 1e-4], "collapse"),
+        ([SLOW - 1e-4, SLOW + 1e-4, SLOW - 1e-4], "quiet"),
         ([0.0, 0.0], "collapse"),
         ([0.0, 0.5, 0.0], "alarm"),
     ],

@@ -188,6 +188,27 @@ def test_b3c_does_not_wind_the_coefficient_down_while_a_young_run_climbs_from_ze
         assert ask(B3C, trend(young)[:seen], of=OF) is None
 
 
+@pytest.mark.parametrize(
+    ("before", "kl_ref", "pushes"),
+    [
+        (FALLING, 0.2, True),  # the reward fell before the first push: KL may well be the reason
+        (FLAT, 0.2, False),  # it fell after: the law holds the model back
+        (FLAT, CLIMBING, True),  # KL goes on rising: it does not obey
+    ],
+)
+def test_b3c_does_not_take_its_own_doing_for_harm(before: Series, kl_ref: Series, pushes: bool) -> None:
+    old = run(TREND, knobs={"kl_coef": 0.09}, kl_ref=0.2, reward_mean=before)
+    engaged = {"B3c": Engagement(old[-1].rollout, 0.09, 0.5)}
+    now = run(TREND, knobs=COEF, start=old[-1].rollout + 1, kl_ref=kl_ref, reward_mean=FALLING)
+    assert (ask(B3C, [*old, *now], of=OF, engagements=engaged) is not None) == pushes
+
+
+def test_b3c_does_not_push_where_it_cannot_tell_which_came_first() -> None:
+    engaged = {"B3c": Engagement(2, 0.09, 0.5)}
+    assert ask(B3C, trend(0.2, FALLING), of=OF, engagements=engaged) is None
+    assert ask(B3C, trend(0.2, FALLING), of=OF) is not None
+
+
 @pytest.mark.parametrize(("kl_ref", "rests"), [(0.0299, False), (0.03, True), (0.08, True), (0.0801, False)])
 def test_b3c_knows_when_it_is_back(kl_ref: float, rests: bool) -> None:
     assert B3C.resting(context(trend(kl_ref), of=OF)) == rests
