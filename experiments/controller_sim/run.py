@@ -3,6 +3,7 @@
     python experiments/controller_sim/run.py                     # everything, about 15 minutes of one core
     python experiments/controller_sim/run.py power harm          # some of it
     python experiments/controller_sim/run.py --seeds 20          # a quick look
+    python experiments/controller_sim/run.py --table             # the README's table
 
 A check that is run again replaces its own lines of `results.jsonl` and leaves the others. Exit code 1
 says that a target was missed.
@@ -121,6 +122,28 @@ def write(path: Path, group: str, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
+def table(path: Path) -> str:
+    """`results.jsonl` as Markdown."""
+    lines = ["| check | case | figures | target met |", "|---|---|---|---|"]
+    for row in map(json.loads, path.read_text().splitlines()):
+        hidden = ("check", "case", "met", "group", "which", "first_signs", "state_bytes")
+        shown = {k: _short(v) for k, v in row.items() if k not in hidden and v not in ({}, None)}
+        met = {True: "yes", False: "**no**", None: "no target"}[row["met"]]
+        figures = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in shown.items())
+        lines.append(f"| {row['check']} | {row['case']} | {figures} | {met} |")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return "-".join(f"{v:.2f}" for v in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items())
+    return str(value)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,7 +151,13 @@ def main() -> int:
     parser.add_argument("checks", nargs="*", help=f"some of {', '.join(CHECKS)}; all by default")
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--out", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument(
+        "--table", action="store_true", help="print the results as Markdown and do nothing else"
+    )
     args = parser.parse_args()
+    if args.table:
+        print(table(args.out))
+        return 0
     if unknown := [name for name in args.checks if name not in CHECKS]:
         parser.error(f"unknown check {', '.join(unknown)}; expected some of {', '.join(CHECKS)}")
     missed = 0
