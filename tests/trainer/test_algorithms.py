@@ -116,7 +116,8 @@ def test_gae_against_the_double_sum(lengths: list[int], gamma: float, lam: float
     rewards[~mask], values[~mask] = np.nan, np.inf  # padding may hold anything
     advantages, returns = gae(*map(torch.from_numpy, (rewards, values, mask)), gamma, lam)
     for row, length in enumerate(lengths):
-        expected = gae_by_definition(rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam)
+        kept = (x[row, :length].tolist() for x in (rewards, values))
+        expected = gae_by_definition(*kept, gamma, lam)
         np.testing.assert_allclose(advantages[row, :length], expected[0], atol=1e-12)
         np.testing.assert_allclose(returns[row, :length], expected[1], atol=1e-12)
         assert not advantages[row, length:].any()
