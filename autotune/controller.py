@@ -141,7 +141,7 @@ class Controller:
         alarms = self._notice_other_writers(snapshot)
         self.ledger.last_rollout = snapshot.rollout
         self.history.add(Sample.of(snapshot))
-        ctx = self._context(snapshot)
+        ctx = self.context(snapshot)
         answers, silent = self._ask(ctx)
         emergency = next((a for _, a in answers if isinstance(a, Emergency)), None)
         if emergency is not None and self.ledger.paused:
@@ -186,7 +186,8 @@ class Controller:
             act=self.acting,
         )
 
-    def _context(self, snapshot: Snapshot) -> Context:
+    def context(self, snapshot: Snapshot) -> Context:
+        """What the rules see at this snapshot."""
         return Context(
             facts=self.facts,
             snapshot=snapshot,

@@ -8,6 +8,7 @@ locks are written once, in `autotune.guards`; a policy states only its own condi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -219,10 +220,14 @@ class Context:
 
     @cached_property
     def noise(self) -> float:
-        """Noise floor of `reward_mean` from the newest reward_std, P and G."""
-        spread = [s.values["reward_std"] for s in self.history.samples(4) if "reward_std" in s.values]
+        """Noise floor of `reward_mean` from reward_std over the trend window, P and G.
+
+        The root of the mean square, because rollouts of few prompts often have no spread at all.
+        """
+        samples = self.history.samples(self.pace.trend, since=self.since_restore)
+        spread = self.history.values("reward_std", samples)
         p, g = int(self.knobs["train_batch_size"]), int(self.knobs["rollout_n"])
-        return reward_noise_sd(median(spread), p, g) if spread else 0.0
+        return reward_noise_sd(math.sqrt(sum(v * v for v in spread) / len(spread)), p, g) if spread else 0.0
 
     @cached_property
     def reward(self) -> RewardView:

@@ -268,3 +268,12 @@ def test_b5a_does_not_mix_config_epochs() -> None:
     snapshots = run(TREND, reward_mean=SAW)
     mixed: list[Any] = [*snapshots[:WINDOW], *(replace(s, epoch=1) for s in snapshots[WINDOW:])]
     assert ask(B5A, mixed) is None
+
+
+def test_b5a_takes_its_noise_floor_from_the_whole_window() -> None:
+    """Rollouts of few prompts often have no spread at all; the newest four must not decide."""
+    noisy = [0.5 + NOISE * (-1) ** k for k in range(TREND)]
+    spread = [0.5] * (TREND - 4) + [0.02] * 4
+    assert ask(SawTooth(), run(TREND, reward_mean=noisy, reward_std=spread)) is None
+    narrow = [0.02] * TREND
+    assert ask(SawTooth(), run(TREND, reward_mean=noisy, reward_std=narrow)) is not None
