@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.advise.known import Known, gather
 from autotune.controller import Controller
-from autotune.decisions import Decision, State
+from autotune.decisions import Change, Decision, Kind, State
 from autotune.hooks.base import NOISY_METRICS, FrozenDetector
 from autotune.logs import Log, Reader, Survey, open_log, survey
 from autotune.logs.rollouts import Observed
@@ -83,6 +83,8 @@ class Shadow:
     _holding: str = ""
     _emergency_at: int = -(10**9)
     _alarm_at: dict[str, int] = field(default_factory=dict)
+    _regulating: dict[str, bool] = field(default_factory=dict)
+    """Regulator that is engaged -> whether it pushes upward."""
 
     def run(
         self,
@@ -91,7 +93,10 @@ class Shadow:
     ) -> Shadow:
         """Read the log to its end (or as long as `follow` says), deciding at every rollout."""
         for observed in self.reader.rollouts(follow):
-            news = self._said(observed, self.controller.step(self._snapshot(observed)))
+            snapshot = self._snapshot(observed)
+            decision = self.controller.step(snapshot)
+            self._rest(snapshot)
+            news = self._said(observed, decision)
             self.said += news
             if on_rollout is not None:
                 on_rollout(news)
@@ -173,20 +178,31 @@ class Shadow:
     def _actions(self, observed: Observed, decision: Decision) -> list[Said]:
         if decision.state is State.EMERGENCY:
             return []
-        scale = dict.fromkeys(("train_batch_size", "ppo_mini_batch_size"), self.known.averaged)
-        return [
-            Said(
-                "action",
-                observed.index,
-                observed.step,
-                change.rule,
-                change.reason,
-                change.knob,
-                change.before / scale.get(change.knob, 1),
-                change.after / scale.get(change.knob, 1),
-            )
-            for change in decision.changes
-        ]
+        return [self._action(observed, c) for c in decision.changes if not self._goes_on(observed, c)]
+
+    def _action(self, observed: Observed, change: Change) -> Said:
+        scale = self.known.averaged if change.knob in ("train_batch_size", "ppo_mini_batch_size") else 1
+        before, after = change.before / scale, change.after / scale
+        place = observed.index, observed.step
+        return Said("action", *place, change.rule, change.reason, change.knob, before, after)
+
+    def _goes_on(self, observed: Observed, change: Change) -> bool:
+        """A regulator asks again until it rests; in shadow nobody answers, and all of it is one action."""
+        if change.kind is not Kind.REGULATOR:
+            return False
+        up = change.after > change.before
+        engaged = self._regulating.get(change.rule) is up
+        self._regulating[change.rule] = up
+        return engaged
+
+    def _rest(self, snapshot: Snapshot) -> None:
+        """Regulators whose metric is back in its band have ended their engagement."""
+        if not self._regulating:
+            return
+        ctx = self.controller.context(snapshot)
+        for policy in self.controller.policies:
+            if policy.id in self._regulating and policy.resting(ctx):
+                del self._regulating[policy.id]
 
     def _alarm(self, observed: Observed, text: str, *, emergency: bool) -> list[Said]:
         if text.startswith("hold: "):
