@@ -29,8 +29,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L0: words. The standard library only.
     ("autotune", "errors", "metrics", "knobs", "decisions"),
     # L1: deciding. numpy, and nothing that could touch a trainer, a clock or a disk.
-    ("statistics", "history", "policies", "ledger", "guards", "judge", "hand", "controller")
-    + ("preflight", "procedure", "catalogue"),
+    (
+        *("statistics", "history", "policies", "ledger", "guards", "judge", "hand", "controller"),
+        *("preflight", "procedure", "catalogue"),
+    ),
     # L2: what a run is told and what it says. pydantic, ruamel.yaml.
     ("recipe", "journal", "story", "commands"),
     # L3: sensing, acting, showing.
