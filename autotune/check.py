@@ -22,6 +22,7 @@ from autotune.doctor import Finding, Level, missing
 from autotune.knobs import updates_per_rollout
 from autotune.preflight import REWARD_VARIANCE, Advice, largest_variance
 from autotune.recipe import Recipe, knob_vector, load_schedule, recipe_facts
+from autotune.recipe.deepspeed import plan
 from autotune.recipe.facts import reward_range
 from autotune.recipe.fingerprint import fingerprint, known
 
@@ -84,20 +85,20 @@ class Checked:
         return all(finding.level is not Level.BAD for finding in self.missing)
 
 
-def check(recipe: Recipe) -> Checked:
+def check(recipe: Recipe, ranks: int = 1) -> Checked:
     """Look at a valid recipe from all sides."""
     control = ControlSettings(**recipe.control.model_dump())
-    rules = Controller(control, recipe_facts(recipe)).rules()
+    rules = Controller(control, recipe_facts(recipe, ranks)).rules()
     if control.schedule is not None:
         reason = f"the knobs follow {control.schedule}, no rule is asked"
         rules = [replace(rule, can_act=False, reason=reason) if rule.on else rule for rule in rules]
     lacking = missing(recipe)
     others = other_entries(recipe, lacking)
-    return Checked(recipe, sizes_of(recipe), rules, list(advise(recipe)), lacking, others)
+    return Checked(recipe, sizes_of(recipe, ranks), rules, list(advise(recipe)), lacking, others)
 
 
-def sizes_of(recipe: Recipe) -> Sizes:
-    """The batch algebra of one rank."""
+def sizes_of(recipe: Recipe, ranks: int = 1) -> Sizes:
+    """The batch algebra; what is done at once is done on every rank."""
     t = recipe.trainer
     updates = updates_per_rollout(knob_vector(recipe))
     samples, mini = t.train_batch_size * t.rollout_n, t.ppo_mini_batch_size * t.rollout_n
@@ -105,12 +106,12 @@ def sizes_of(recipe: Recipe) -> Sizes:
         prompts=t.train_batch_size,
         group=t.rollout_n,
         samples=samples,
-        sampling_batches=samples // t.rollout_micro_batch_size,
+        sampling_batches=samples // (t.rollout_micro_batch_size * ranks),
         samples_at_once=t.rollout_micro_batch_size,
         mini_prompts=t.ppo_mini_batch_size,
         mini_samples=mini,
         micro_samples=t.micro_batch_size,
-        backward_passes=mini // t.micro_batch_size,
+        backward_passes=mini // (t.micro_batch_size * ranks),
         updates=updates,
         rollouts=t.rollouts,
         total_samples=samples * t.rollouts,
@@ -130,6 +131,8 @@ def advise(recipe: Recipe) -> Iterator[Advice]:
     schedule = recipe.control.schedule
     if schedule is not None and (warning := load_schedule(schedule).warning()):
         yield Advice("", warning)
+    if recipe.deepspeed.config is not None:
+        yield from (Advice("", f"{recipe.deepspeed.config}: {note}") for note in plan(recipe.deepspeed).notes)
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:
         yield Advice("", "lr_schedule.warmup lasts the whole run: the full learning rate never comes")
 

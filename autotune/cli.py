@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed or a gate was not met, 2 bad input and noth
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 import autotune
-from autotune.errors import AutotuneError, InputError, Problem, RecipeError
+from autotune.errors import AutotuneError, ControlStop, ElsewhereError, InputError, Problem, RecipeError
 
 INTERRUPTED = 130
 
@@ -56,8 +57,10 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Keeps an LLM reinforcement-learning run healthy and fast by itself."""
+    # The launcher of DeepSpeed passes --local_rank, and sets LOCAL_RANK too, which is what is read.
 
 
 @app.command()
@@ -71,14 +74,26 @@ def run(
         Path | None,
         typer.Option("--resume", metavar="RUN", help="Continue the run in this folder."),
     ] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, metavar="N", help="Train on N ranks of this machine.")
+    ] = 1,
 ) -> None:
     """Train a recipe while the controller keeps it healthy."""
+    code = 0
     with exits():
         from autotune.recipe import load_recipe
         from autotune.run import RESOLVED, run
 
         path, changes = _recipe_or_resolved(recipe, overrides or [], resume, RESOLVED)
-        run(load_recipe(path, changes), resume=resume or False)
+        if nproc == 1:
+            run(load_recipe(path, changes), resume=resume or False)
+        else:
+            from autotune.launch import launch
+
+            load_recipe(path, changes, world_size=nproc)  # bad input is told once, and nothing starts
+            again = ["--resume", str(resume)] if resume else []
+            code = launch(nproc, ["run", *again, "--", str(path), *changes])
+    raise typer.Exit(code)
 
 
 def _recipe_or_resolved(
@@ -97,13 +112,18 @@ def _recipe_or_resolved(
 
 
 @app.command()
-def check(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def check(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, metavar="N", help="For a run on N ranks.")] = 1,
+) -> None:
     """Validate a recipe, show its batch arithmetic, and say which rules can act on it."""
     with exits(as_json):
         from autotune.check import check, print_check, report
         from autotune.recipe import load_recipe
 
-        checked = check(load_recipe(recipe, overrides or []))
+        checked = check(load_recipe(recipe, overrides or [], world_size=nproc), nproc)
         if as_json:
             _print_json(report(checked))
         else:
@@ -354,9 +374,15 @@ def exits(as_json: bool = False) -> Iterator[None]:
 def _fail(error: AutotuneError, as_json: bool) -> NoReturn:
     if as_json:
         _print_json({"valid": False, "error": str(error), "problems": _problems(error)})
-    else:
+    elif not _said_by_rank_0(error):
         print_error(Console(stderr=True, soft_wrap=True, highlight=False), error)
     raise typer.Exit(error.exit_code) from None
+
+
+def _said_by_rank_0(error: AutotuneError) -> bool:
+    """Whether this is another rank of the same machine, with an error that rank 0 has just as well."""
+    shared = isinstance(error, (InputError, ControlStop, ElsewhereError))
+    return shared and os.environ.get("RANK", "0") != "0" and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def _problems(error: AutotuneError) -> list[dict[str, str]]:

@@ -216,6 +216,22 @@ def applied_from_json(data: Mapping[str, Any]) -> Applied:
     return Applied(**{f.name: data[f.name] for f in dataclasses.fields(Applied)})
 
 
+def decision_from_json(data: Mapping[str, Any]) -> Decision:
+    """Inverse of `to_json` for `Decision`: rank 0's, as the other ranks receive it."""
+    proposals = {"proposals": tuple(_proposal(p) for p in data["proposals"])}
+    vetoes = {"vetoes": tuple(Veto(**{**v, "proposal": _proposal(v["proposal"])}) for v in data["vetoes"])}
+    changes = {"changes": tuple(Change(**{**c, "kind": Kind(c["kind"])}) for c in data["changes"])}
+    judged = ({**v, "outcome": Outcome(v["outcome"])} for v in data["verdicts"])
+    verdicts = {"verdicts": tuple(Verdict(**v) for v in judged)}
+    rest = {"state": State(data["state"]), "alarms": tuple(data["alarms"])}
+    restore = {"restore": Restore(**data["restore"]) if data["restore"] else None}
+    return Decision(**{**data, **proposals, **vetoes, **changes, **verdicts, **rest, **restore})
+
+
+def _proposal(data: Mapping[str, Any]) -> Proposal:
+    return Proposal(**{**data, "kind": Kind(data["kind"])})
+
+
 def command_from_json(data: Mapping[str, Any]) -> Command:
     """The command of a journal line; a replay gives it to its own controller."""
     knobs, values = tuple(data.get("knobs", ())), dict(data.get("values", {}))

@@ -10,6 +10,7 @@
     |   +-- AdapterError                        a trainer refused a knob or read back another value
     |   +-- TrainingError                       the trainer itself cannot go on
     +-- ControlStop (RuntimeError)     exit 3   the controller stopped the run, everything is saved
+    +-- ElsewhereError                 its own  rank 0 failed and said why; this rank ends with it
 
 A message says what was received, what was expected and the next move.
 """
@@ -85,3 +86,11 @@ class ControlStop(AutotuneError, RuntimeError):
     """The controller stopped the run; everything up to this rollout is saved."""
 
     exit_code = 3
+
+
+class ElsewhereError(AutotuneError):
+    """Rank 0 failed and has said why; this rank ends with its exit code and in silence."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(reason)

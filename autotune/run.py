@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune import doctor
+from autotune import doctor, ranks
 from autotune.commands import Inbox
 from autotune.controller import Controller, ControlSettings
 from autotune.decisions import to_json
@@ -52,6 +52,9 @@ RESOLVED, ENVIRONMENT, JOURNAL = "recipe.resolved.json", "environment.json", "jo
 MAY_CHANGE = ("run_dir", "tracking", "fingerprint")
 """Sections that a resumed run may have other values in: they do not touch the training."""
 
+FITTED = ("trainer.micro_batch_size ", "trainer.rollout_micro_batch_size ")
+"""Fields that follow from the number of ranks where the recipe leaves them open; see `fit_unset_batches`."""
+
 FEEDER_SECONDS = {"done": 60.0, "stopped": 60.0}
 """How long the end of a run waits for MLflow; an interrupted one waits a moment only."""
 
@@ -61,7 +64,7 @@ Observer = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A finished run: where it is and what it wrote."""
+    """A finished run: where it is and what it wrote; ranks other than 0 wrote nothing."""
 
     folder: Path
     status: str
@@ -90,16 +93,43 @@ def run(
         ControlStop: the controller stopped the run; everything is saved.
         KeyboardInterrupt: Ctrl-C or SIGTERM; everything is saved and the way to resume was printed.
         RunError: the run failed.
+        ElsewhereError: on ranks other than 0, when rank 0 could not start.
     """
     doctor.require(recipe)
     console = console or Console()
-    folder = resumed_folder(recipe, resume) if resume else claim_folder(recipe)
-    if resume and _finished(folder):
+    place = ranks.first_decides(lambda: _place(recipe, resume))
+    folder = Path(place["folder"])
+    if ranks.rank() > 0:
+        return _follow(recipe, folder, place, on_phase)
+    if place["finished"]:
         console.print(f"{folder} is finished already; nothing to do.", markup=False)
         return _tell(console, folder, "done", None)
     recipe = _stamped(recipe, console)
     with _terminating():
         return _Session(recipe, folder, bool(resume), on_phase, console).run()
+
+
+def _place(recipe: Recipe, resume: bool | str | Path) -> dict[str, Any]:
+    """The run's folder, and how far the run in it has come."""
+    folder = resumed_folder(recipe, resume) if resume else claim_folder(recipe)
+    finished = bool(resume) and _finished(folder)
+    return {"folder": str(folder), "finished": finished, "progress": bool(resume) and _has_progress(folder)}
+
+
+def _follow(recipe: Recipe, folder: Path, place: Mapping[str, Any], on_phase: OnPhase | None) -> RunResult:
+    """A rank other than 0."""
+    if not place["finished"]:
+        with _terminating():
+            ranks.follow(recipe, folder, place["progress"], on_phase)
+    return RunResult(folder, "done", [])
+
+
+def _has_progress(folder: Path) -> bool:
+    """Whether there is something to continue: a kill may come before the first checkpoint."""
+    if any((folder / "checkpoints").glob("rollout-*")):
+        return True
+    written = (folder / JOURNAL).exists()
+    return written and any(line["type"] == "rollout" for line in inspect_journal(folder / JOURNAL).lines)
 
 
 def _stamped(recipe: Recipe, console: Console) -> Recipe:
@@ -146,9 +176,9 @@ def resumed_folder(recipe: Recipe, resume: bool | str | Path) -> Path:
     if not resolved.is_file():
         message = f"there is no run to resume in {folder}: expected its {RESOLVED}"
         raise InputError(f"{message}; start it without --resume")
-    changed = list(
-        _changes(json.loads(resolved.read_text("utf-8")), recipe.model_dump(mode="json"))
-    )
+    changed = list(_changes(json.loads(resolved.read_text("utf-8")), recipe.model_dump(mode="json")))
+    if _other_ranks(folder):
+        changed = [change for change in changed if not change.startswith(FITTED)]
     if changed:
         shown = "; ".join(changed[:8]) + (
             f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
@@ -158,6 +188,12 @@ def resumed_folder(recipe: Recipe, resume: bool | str | Path) -> Path:
             f" Resume with the recorded one: {resume_command(folder)}"
         )
     return folder
+
+
+def _other_ranks(folder: Path) -> bool:
+    """Whether the run in the folder was started on another number of ranks."""
+    lines = inspect_journal(folder / JOURNAL).lines if (folder / JOURNAL).exists() else []
+    return bool(lines) and lines[0].get("facts", {}).get("world_size", 1) != ranks.count()
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -224,6 +260,7 @@ class _Session:
             inbox = self._inbox(trainer)
             self._first_lines(trainer, adapter)
             self._begin_schedule(trainer, adapter)
+            adapter.share_knobs()
             feeder = self._feeder()
             loop = ControlLoop(adapter, self.controller, journal, (self._show,), inbox)
             with self._screen(adapter):
@@ -261,7 +298,7 @@ class _Session:
             return Trainer(
                 self.recipe,
                 self.folder,
-                resume=self.resume and self._has_progress(),
+                resume=self.resume and _has_progress(self.folder),
                 on_phase=self._phase,
                 on_event=self._event,
                 extra_state=self._extra_state,
@@ -274,12 +311,6 @@ class _Session:
             if self.console.is_terminal
             else contextlib.nullcontext()
         )
-
-    def _has_progress(self) -> bool:
-        """Whether there is something to continue: a kill may come before the first checkpoint."""
-        lines = inspect_journal(self.folder / JOURNAL).lines
-        checkpoints = (self.folder / "checkpoints").glob("rollout-*")
-        return any(checkpoints) or any(line["type"] == "rollout" for line in lines)
 
     def _controller(self, adapter: NativeAdapter) -> Controller | ScheduleFollower | None:
         if self.recipe.control.schedule is not None:

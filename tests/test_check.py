@@ -209,13 +209,13 @@ def test_a_missing_compiler_is_only_a_note(recipe, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", "")
     checked = check(recipe())
     note = next(item for item in checked.missing if item.what == "compiler")
-    assert note.level is Level.NOTE and "one rank needs none" in note.advice
+    assert note.level is Level.NOTE and "training needs none" in note.advice
 
 
-def test_several_ranks_are_refused(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(EnvironmentProblem, match="one rank"):
-        doctor.require(recipe())
+def test_what_is_done_at_once_is_divided_by_the_ranks(recipe) -> None:
+    one, two = check(recipe()).sizes, check(recipe("trainer.micro_batch_size=64"), ranks=2).sizes
+    assert (one.micro_samples, one.backward_passes) == (128, 1)
+    assert (two.micro_samples, two.backward_passes) == (64, 1)
 
 
 def test_the_report_is_json(recipe) -> None:

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L3: sensing, acting, showing.
     ("logs", "trainer", "hooks", "tracking", "screen"),
     # L4: where trainer, adapter, controller and sinks meet.
-    ("testing", "doctor", "check", "replay", "advise", "run", "ctl"),
+    ("testing", "doctor", "check", "replay", "advise", "ranks", "run", "launch", "ctl"),
     # L5: many runs.
     ("sweep", "protocol", "report"),
     # L6: the command line.

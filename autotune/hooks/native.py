@@ -8,17 +8,18 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from autotune.decisions import Applied, Restore, RunFacts
+from autotune.decisions import Applied, Decision, Restore, RunFacts, decision_from_json, to_json
 from autotune.errors import AdapterError
 from autotune.hooks.base import (
     RATIO_METRICS,
     FrozenDetector,
-    SingleProcess,
     judge,
     set_all_or_none,
+    vector_digest,
 )
 from autotune.metrics import Snapshot
 from autotune.trainer.records import RolloutRecord
@@ -43,8 +44,8 @@ class NativeTrainer(Protocol):
     def restore_checkpoint(self, before_rollout: int) -> int: ...
 
 
-class NativeAdapter(SingleProcess):
-    """`Adapter` of anything with the native trainer's shape."""
+class NativeAdapter:
+    """`Adapter` of anything with the native trainer's shape, on one rank or several."""
 
     def __init__(self, trainer: NativeTrainer) -> None:
         self.trainer = trainer
@@ -96,6 +97,43 @@ class NativeAdapter(SingleProcess):
         if restore.kind == "checkpoint":
             return self.trainer.restore_checkpoint(restore.before_rollout)
         raise AdapterError(f"restore kind {restore.kind!r} is unknown; expected undo or checkpoint")
+
+
+    # -- several ranks ---------------------------------------------------------------------------
+
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Rank 0's decision, rebuilt from its JSON on the other ranks."""
+        if self._facts.world_size == 1:
+            return decision
+        told = _group().from_first(None if decision is None else to_json(decision))
+        return decision if decision is not None or told is None else decision_from_json(told)
+
+    def agree(self, digest: str) -> bool:
+        if self._facts.world_size == 1:
+            return True
+        return len(set(_group().from_all(digest))) == 1
+
+    def share_knobs(self) -> None:
+        """Rank 0's vector on every rank before the first rollout: a schedule may begin elsewhere.
+
+        Raises:
+            AdapterError: a rank could not take it.
+        """
+        if self._facts.world_size == 1:
+            return
+        live, mine = self.trainer.live, self.knobs()
+        wanted = _group().from_first({"values": mine, "epoch": live.epoch})
+        moved = {name: value for name, value in wanted["values"].items() if value != mine[name]}
+        if moved:
+            live.set_many(moved)
+        live.epoch = wanted["epoch"]
+        if not self.agree(vector_digest(self.knobs())):
+            raise AdapterError("the ranks do not start with the same knobs; run one recipe on all of them")
+
+
+def _group() -> Any:
+    """The ranks' way to talk. By name, since it needs torch and a run on one rank never asks for it."""
+    return importlib.import_module("autotune.trainer.group")
 
 
 def _of(histogram: str, blind: set[str]) -> bool:
