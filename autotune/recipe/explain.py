@@ -35,7 +35,6 @@ FOREIGN: dict[str, str] = {
 
 NO_FIELD: dict[str, str] = {
     "num_rollout_batches": "it follows from rollout_micro_batch_size and the batch",
-    "critic_learning_rate": "grpo has no critic",
     "trust_remote_code": "code that comes with a model is never run",
 }
 """Names that are understood but have no field, with the reason."""
