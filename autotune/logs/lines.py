@@ -6,7 +6,7 @@
     iteration  7/ 2174 | reward: 7.6E-01 | ...  Megatron and ms-swift
 
 Prefixes (timestamps, Ray's `(main_task pid=1)`, progress bars) may stand before all of them. Printed
-dicts are read with one regular expression, thirty times faster than `ast.literal_eval`; a line that
+dicts are read with one regular expression, three times faster than `ast.literal_eval`; a line that
 is more than flat numbers falls back to the slow and safe way.
 """
 
