@@ -154,7 +154,7 @@ r.yaml:1: seed: received true; expected a whole number
 r.yaml:2: nmae: unknown field; received "x"; did you mean name?
 r.yaml:3: model.path: there is no folder './models/mine'; give a model folder or a hub id
 r.yaml:4: rewards.0: received {"type": "exact_mach"}; expected type: one of exact_match, regex, \
-task; did you mean exact_match?
+task, math_verify, model, import; did you mean exact_match?
 r.yaml:4: rewards.1.weight: received "2"; expected a number; remove the quotes
 r.yaml:6: trainer.rollouts: received "60"; expected a whole number; remove the quotes
 r.yaml:8: trainer.ppo_mini_batch_size: 24 prompts does not divide train_batch_size 64; use 1, 2, \
