@@ -24,6 +24,8 @@ from types import FrameType
 
 from autotune.errors import InputError
 
+COMMAND = (sys.executable, "-m", "autotune")
+"""What every rank runs."""
 ORDERLY = (0, 3, 130)
 """Exit codes with which a rank has said goodbye to the others: done, stopped, interrupted."""
 PATIENCE = 30.0
@@ -63,7 +65,7 @@ def _start(rank: int, nproc: int, port: int, arguments: Sequence[str]) -> subpro
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // nproc, 1)),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "autotune", *arguments],
+        [*COMMAND, *arguments],
         env={**os.environ, **{name: str(value) for name, value in told.items()}},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -124,7 +126,8 @@ class Team:
                 process.send_signal(number)
 
     def _code(self) -> int:
-        codes = [self.ranks[0].returncode, *self.failed.values(), *(p.returncode for p in self.ranks)]
+        own = max(self.ranks[0].returncode, 0)  # negative: it was ended, by us perhaps
+        codes = [own, *self.failed.values(), *(p.returncode for p in self.ranks)]
         bad = next((code for code in codes if code), 0)
         return 128 - bad if bad < 0 else bad
 

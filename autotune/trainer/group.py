@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,8 @@ def start_group() -> str:
         atexit.register(leave_group)
     os.environ.setdefault("LOCAL_RANK", "0")  # only a launcher sets it, and DeepSpeed insists on it
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    # At ZeRO 3 DeepSpeed calls collectives by names that torch has renamed: no news for a user.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     return device_type
 
 
@@ -60,11 +63,12 @@ def from_first(value: Any) -> Any:
 
     if _alone():
         return value
-    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    text = json.dumps(value).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
-    buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
     return json.loads(bytes(buffer.tolist()))
 
