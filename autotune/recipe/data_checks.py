@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.recipe import explain, gym
+from autotune.recipe.facts import component_names
 from autotune.recipe.model_checks import is_hub_id, model_folder, near_folder, unreachable
 from autotune.recipe.schema import (
     FileTask,
@@ -217,11 +218,11 @@ def _import_reward(index: int, reward: ImportReward) -> Found:
 
 
 def _reward_names(recipe: Recipe) -> Found:
-    seen: set[str] = set()
-    for index, reward in enumerate(recipe.rewards):
-        if reward.name is not None and reward.name in seen:
-            yield ("rewards", index, "name"), f"{reward.name!r} is the name of another reward too"
-        seen.add(reward.name or "")
+    names = component_names(recipe.rewards)
+    given = [n for n, reward in zip(names, recipe.rewards, strict=True) if reward.name is None]
+    for index, (name, reward) in enumerate(zip(names, recipe.rewards, strict=True)):
+        if reward.name is not None and name in {*names[:index], *given}:
+            yield ("rewards", index, "name"), f"{name!r} is the name of another reward too"
 
 
 def _pattern(key: Key, pattern: str) -> Found:

@@ -6,7 +6,8 @@ without torch, which rules will have a live sensor and a live knob.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.decisions import RunFacts
@@ -67,6 +68,17 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
         staleness=0,
         reward_maximum=reward_maximum(recipe),
     )
+
+
+def component_names(rewards: Sequence[Reward]) -> list[str]:
+    """What each reward is logged as; two unnamed ones of a type are told apart as `regex_2`."""
+    seen: Counter[str] = Counter()
+    names = []
+    for reward in rewards:
+        seen[reward.type] += reward.name is None
+        count = seen[reward.type]
+        names.append(reward.name or (reward.type if count == 1 else f"{reward.type}_{count}"))
+    return names
 
 
 def reward_maximum(recipe: Recipe) -> float | None:

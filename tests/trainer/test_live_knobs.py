@@ -351,8 +351,9 @@ def recipes(tiny_folder: Path, tiny_prompts: Path) -> MakeRecipe:
     def make(**trainer: Any) -> Recipe:
         from autotune.recipe import Recipe
 
-        fixed = {"train_batch_size": 8, "rollout_n": 4, "ppo_mini_batch_size": 2, "micro_batch_size": 4,
-                 "rollout_micro_batch_size": 32, "actor_learning_rate": 0.01, "max_response_length": 6}  # fmt: skip
+        batches = {"train_batch_size": 8, "rollout_n": 4, "ppo_mini_batch_size": 2, "micro_batch_size": 4}
+        fixed = {**batches, "rollout_micro_batch_size": 32, "max_response_length": 6}
+        fixed["actor_learning_rate"] = 0.01
         return Recipe.model_validate(
             {
                 "seed": 3,

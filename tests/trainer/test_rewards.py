@@ -76,6 +76,8 @@ def test_components_of_one_type_keep_names_of_their_own() -> None:
     sections = [RegexReward(pattern=NUMBER), RegexReward(pattern="x"), ExactMatchReward()]
     names = [component.name for component in build_rewards(sections, task()).components]
     assert names == ["regex", "regex_2", "exact_match"]
+    sections = [RegexReward(pattern="x", name="form"), RegexReward(pattern="y"), RegexReward(pattern="z")]
+    assert [c.name for c in build_rewards(sections, task()).components] == ["form", "regex", "regex_2"]
 
 
 def test_the_tasks_own_scorer_sees_the_response_and_its_example() -> None:

@@ -134,6 +134,20 @@ def test_reasoning_gym_settings_reach_the_generator(tokenizer: Any) -> None:
     assert all(len(e.meta["entry"]["metadata"]["expression"].split()) == 7 for e in data.train)
 
 
+def test_reasoning_gym_difficulty_is_the_level_of_its_own_curriculum(tokenizer: Any) -> None:
+    pytest.importorskip("reasoning_gym")
+
+    def terms(**fields: Any) -> set[tuple[int, int]]:
+        """(terms, digits of the longest one) of all training prompts."""
+        data = load_task(ReasoningGymTask(name="chain_sum", size=64, **fields), tokenizer)
+        parts = [e.meta["entry"]["metadata"]["expression"].split()[::2] for e in data.train]
+        return {(len(some), max(map(len, some))) for some in parts}
+
+    assert terms(difficulty={"num_digits": 1}) <= {(2, 1), (2, 2)}
+    assert max(terms(difficulty=2)) == (4, 3)  # levels 0 to 2: two to four terms of one to three digits
+    assert {n for n, _ in terms(difficulty=2, config={"min_terms": 4})} == {4}
+
+
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
@@ -230,6 +244,98 @@ def test_faults_of_a_file_name_their_line(
 def test_a_missing_file_is_named(tokenizer: Any) -> None:
     with pytest.raises(InputError, match=r"no file nowhere\.jsonl"):
         load_task(JsonlTask(path="nowhere.jsonl"), tokenizer)
+
+
+def test_repeated_prompts_are_kept_and_told(write: Write, tokenizer: Any) -> None:
+    path = write(*rows(5), *rows(3), {"prompt": "p4", "answer": "other"})
+    held = write({"prompt": "h", "answer": "h"}, name="eval.jsonl")
+    data = load_task(JsonlTask(path=path, eval_path=held), tokenizer)
+    assert len(data.train) == 9
+    assert data.notes == (
+        "4 of 9 training prompts repeat an earlier one; they are kept",
+        "1 training prompts occur with different answers; at most one of them can be right",
+    )
+    assert load_task(JsonlTask(path=write(*rows(5)), eval_path=held), tokenizer).notes == ()
+
+
+def test_without_an_answer_column_answers_are_empty(write: Write, tokenizer: Any) -> None:
+    data = load_task(JsonlTask(path=write({"prompt": "a"}, {"prompt": "b"}), answer_column=None), tokenizer)
+    assert [e.answer for e in (*data.train, *data.heldout)] == ["", ""]
+
+
+def spoken(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    roles = [{"role": "user", "content": text} for text in contents]
+    return roles if system is None else [{"role": "system", "content": system}, *roles]
+
+
+def test_the_system_prompt_comes_first_unless_the_messages_have_their_own(
+    write: Write, chat_tokenizer: Any
+) -> None:
+    path = write(
+        {"prompt": "p", "answer": "1"},
+        {"prompt": spoken("q", "r"), "answer": "2"},
+        {"prompt": spoken("s", system="own"), "answer": "3"},
+    )
+    data = load_task(JsonlTask(path=path, chat_template=True, system_prompt="z"), chat_tokenizer)
+    texts = {e.answer: chat_tokenizer.decode(data.prompt_ids(e)) for e in (*data.train, *data.heldout)}
+    assert texts["1"] == "s:z<end>u:p<end>a:"
+    assert texts["2"] == "s:z<end>u:q<end>u:r<end>a:"
+    assert texts["3"] == "s:own<end>u:s<end>a:"
+    assert {e.prompt for e in (*data.train, *data.heldout)} == {"p", "q\n\nr", "own\n\ns"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "message"),
+    [
+        (spoken("p"), False, r"column 'prompt' holds chat messages; .*task.chat_template: true"),
+        ([{"role": "user"}], True, "expected role and content, both text"),
+        ([], True, "is an empty list"),
+    ],
+)
+def test_messages_that_cannot_be_used(
+    write: Write, chat_tokenizer: Any, prompt: Any, chat: bool, message: str
+) -> None:
+    section = JsonlTask(path=write({"prompt": prompt, "answer": "1"}), chat_template=chat)
+    with pytest.raises(InputError, match=message):
+        load_task(section, chat_tokenizer)
+
+
+@pytest.mark.parametrize("section", [SumsTask(system_prompt="S"), "jsonl"])
+def test_a_system_prompt_without_a_template_is_not_dropped_silently(
+    write: Write, tokenizer: Any, section: Any
+) -> None:
+    if section == "jsonl":
+        section = JsonlTask(path=write(*rows(3)), chat_template=True, system_prompt="S")
+    with pytest.raises(InputError, match="no chat template to put it into"):
+        load_task(section, tokenizer)
+
+
+# -- parquet ----------------------------------------------------------------------------------
+
+
+def test_a_parquet_file_is_the_same_task_as_its_lines(write: Write, tmp_path: Path, tokenizer: Any) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    nested = [{"prompt": f"p{i}", "more": {"answer": str(i)}, "level": i} for i in range(3000)]
+    parquet.write_table(arrow.Table.from_pylist(nested), tmp_path / "d.parquet", row_group_size=700)
+    fields = {"answer_column": "more.answer", "eval_fraction": 0.2}
+    stored = load_task(ParquetTask(path=str(tmp_path / "d.parquet"), **fields), tokenizer)
+    lines = load_task(JsonlTask(path=write(*nested), **fields), tokenizer)
+    assert stored.train == lines.train and stored.heldout == lines.heldout
+    assert len(stored.heldout) == 600 and stored.train[7].meta["level"] == int(stored.train[7].answer)
+
+
+def test_faults_of_a_parquet_file_name_their_row(tmp_path: Path, tokenizer: Any) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    section = ParquetTask(path=str(tmp_path / "d.parquet"))
+    parquet.write_table(arrow.table({"prompt": ["a", "b"], "answer": ["1", None]}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match=r"d\.parquet: row 2: column 'answer' is None"):
+        load_task(section, tokenizer)
+    parquet.write_table(arrow.table({"prompt": [], "answer": []}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match="has no rows"):
+        load_task(section, tokenizer)
+    (tmp_path / "d.parquet").write_text("no")
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        load_task(section, tokenizer)
 
 
 def test_every_task_type_of_the_recipe_is_in_the_table() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,15 +48,12 @@ SCORERS: dict[str, str] = {
 def build_rewards(
     sections: Sequence[Reward], task: TaskData, surroundings: Surroundings | None = None
 ) -> Rewards:
-    """Makes the scorers of a recipe's `rewards`; two of a type are told apart as `regex_2`."""
-    around, seen = surroundings or Surroundings(), Counter[str]()
-    components = []
-    for section in sections:
-        seen[section.type] += 1
-        count = seen[section.type]
-        name = section.name or (section.type if count == 1 else f"{section.type}_{count}")
-        components.append(Component(name, section.weight, _scorer(section, task, around, name)))
-    return Rewards(tuple(components))
+    """Makes the scorers of a recipe's `rewards`."""
+    from autotune.recipe.facts import component_names  # not for the worker, which must start quickly
+
+    around = surroundings or Surroundings()
+    named = zip(component_names(sections), sections, strict=True)
+    return Rewards(tuple(Component(n, s.weight, _scorer(s, task, around, n)) for n, s in named))
 
 
 def _scorer(section: Reward, task: TaskData, surroundings: Surroundings, name: str) -> Scorer:

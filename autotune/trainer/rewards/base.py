@@ -35,6 +35,9 @@ class Unscorable:
     """In place of a score: why there is none."""
 
     reason: str
+    """Told once."""
+    detail: str = ""
+    """Told with the first response that this reason is given for; may be different every time."""
 
 
 Score = float | Unscorable
@@ -160,16 +163,16 @@ class Rewards:
         scores = component.score(responses, examples)
         for score in scores:
             if isinstance(score, Unscorable):
-                self._note(component.name, score.reason)
+                self._note(component.name, score.reason, score.detail)
         for remark in getattr(component.scorer, "remarks", ()):
-            self._note(component.name, remark)
+            self._note(component.name, remark, "")
         return [None if isinstance(score, Unscorable) else score for score in scores]
 
-    def _note(self, component: str, text: str) -> None:
+    def _note(self, component: str, reason: str, detail: str) -> None:
         told = self._told.setdefault(component, set())
-        if text not in told and len(told) < REASONS_TOLD:
-            told.add(text)
-            self._news.append(News(component, text))
+        if reason not in told and len(told) < REASONS_TOLD:
+            told.add(reason)
+            self._news.append(News(component, reason + detail))
 
     def _total(self, row: Sequence[float | None]) -> float | None:
         known = [value for value in row if value is not None]

@@ -108,6 +108,10 @@ def _log(around: Surroundings, name: str) -> Path | None:
 class WorkerFailure(Exception):
     """A call that has no answer; the process is fine unless `WorkerLost`."""
 
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason + detail)
+        self.reason = Unscorable(reason, detail)
+
 
 class WorkerLost(WorkerFailure):
     """The process hung or died and is gone."""
@@ -230,8 +234,8 @@ class _Child:
     def _dead(self) -> WorkerLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
-        said = _last_line(self._output)
-        return WorkerLost(f"its process ended ({_how(self._process.returncode)}){said}")
+        how = _how(self._process.returncode)
+        return WorkerLost(f"its process ended ({how})", _last_words(self._output))
 
 
 def _how(code: int | None) -> str:
@@ -254,7 +258,7 @@ def _shorten(output: IO[bytes]) -> None:
         os.ftruncate(output.fileno(), 0)  # opened for appending, so the child goes on at the beginning
 
 
-def _last_line(output: IO[bytes]) -> str:
+def _last_words(output: IO[bytes]) -> str:
     size = os.fstat(output.fileno()).st_size
     tail = os.pread(output.fileno(), 4096, max(size - 4096, 0)).decode("utf-8", "replace")
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
@@ -307,7 +311,7 @@ class ForeignScorer:
         self, responses: Sequence[str], examples: Sequence[Example], failure: WorkerFailure
     ) -> list[Score]:
         if len(responses) == 1:
-            return [Unscorable(str(failure))]
+            return [failure.reason]
         pairs = zip(responses, examples, strict=True)
         return [score for response, example in pairs for score in self._score([response], [example])]
 
