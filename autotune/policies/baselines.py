@@ -56,8 +56,8 @@ class RandomMoves(Policy):
     )
 
     seed: int = 0
-    rate: float = 0.3
-    """Share of the rollouts at which it wants something; cooldowns let about a third of it through."""
+    rate: float = 0.05
+    """Share of the rollouts at which it wants something; cooldowns let about half of it through."""
     factor: float = 1.5
     """Size of a step, up or down; a mini-batch moves one notch of its lattice."""
 

@@ -28,6 +28,7 @@ from typing import ClassVar
 from autotune.decisions import Kind, Proposal, RunFacts
 from autotune.history import DEPTH
 from autotune.policies.base import (
+    PLATEAU_SAMPLES,
     Answer,
     Context,
     Family,
@@ -173,8 +174,9 @@ class KlBand(Policy):
         view = ctx.reward
         if view.trend is None or view.rising_well or view.saturated():
             return False
-        rising = kl_movement(ctx, 0.1) is Movement.RISING
-        falling = view.falling and (rising or not self._own_doing(ctx))
+        rising = kl_movement(ctx, 0.1) is Movement.RISING and _lasting(ctx, "kl_ref", +1)
+        falls = view.falling and _lasting(ctx, "reward_mean", -1)
+        falling = falls and (rising or not self._own_doing(ctx))
         return falling or (view.plateau and rising) or volatile(ctx)
 
     def _own_doing(self, ctx: Context) -> bool:
@@ -194,3 +196,18 @@ class KlBand(Policy):
 
     def _may_loosen(self, ctx: Context) -> bool:
         return ctx.reward.plateau and kl_steady(ctx) and signal_present(ctx)
+
+
+def _lasting(ctx: Context, metric: str, direction: int) -> bool:
+    """Whether 20 samples, where a trend window has fewer and they were seen, move the same way.
+
+    The question is asked at every rollout, and noise alone makes one short window in twenty move.
+    """
+    samples = ctx.history.samples(
+        max(ctx.pace.trend, PLATEAU_SAMPLES), epoch=ctx.epoch, since=ctx.since_restore
+    )
+    values = ctx.history.values(metric, samples)
+    if len(values) < 3:
+        return True
+    trend = theil_sen(values)
+    return trend.low > 0 if direction > 0 else trend.high < 0

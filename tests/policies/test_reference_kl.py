@@ -191,16 +191,24 @@ def test_b3c_does_not_wind_the_coefficient_down_while_a_young_run_climbs_from_ze
 @pytest.mark.parametrize(
     ("before", "kl_ref", "pushes"),
     [
-        (FALLING, 0.2, True),  # the reward fell before the first push: KL may well be the reason
-        (FLAT, 0.2, False),  # it fell after: the law holds the model back
-        (FLAT, CLIMBING, True),  # KL goes on rising: it does not obey
+        ([0.84 - 0.03 * k for k in range(TREND)], 0.2, True),  # it fell before the first push: KL's doing?
+        (0.6, 0.2, False),  # it fell after: the law holds the model back
+        (0.6, CLIMBING, True),  # KL goes on rising: it does not obey
     ],
 )
 def test_b3c_does_not_take_its_own_doing_for_harm(before: Series, kl_ref: Series, pushes: bool) -> None:
-    old = run(TREND, knobs={"kl_coef": 0.09}, kl_ref=0.2, reward_mean=before)
+    old = run(TREND, knobs={"kl_coef": 0.09}, kl_ref=0.09, reward_mean=before)
     engaged = {"B3c": Engagement(old[-1].rollout, 0.09, 0.5)}
     now = run(TREND, knobs=COEF, start=old[-1].rollout + 1, kl_ref=kl_ref, reward_mean=FALLING)
     assert (ask(B3C, [*old, *now], of=OF, engagements=engaged) is not None) == pushes
+
+
+@pytest.mark.parametrize(("before", "pushes"), [(0.6, True), (RISING, False), (0.5, False)])
+def test_b3c_wants_a_fall_that_lasts_where_more_was_seen(before: Series, pushes: bool) -> None:
+    """Eight rollouts that fall after eight that climbed, or stood lower, are noise more often than harm."""
+    old = run(TREND, knobs=COEF, kl_ref=0.2, reward_mean=before)
+    now = run(TREND, knobs=COEF, start=old[-1].rollout + 1, kl_ref=0.2, reward_mean=FALLING)
+    assert (ask(B3C, [*old, *now], of=OF) is not None) == pushes
 
 
 def test_b3c_does_not_push_where_it_cannot_tell_which_came_first() -> None:
