@@ -6,6 +6,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/venv.sh
 
+# The model is tiny: more threads gain little, and one gives the same run on every number of cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
 venv=${VENV:-.venv}
 recipe=experiments/quickstart/timid.yaml
 
