@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -200,3 +201,25 @@ def test_reasoning_gym_names(write: Write, fields: str, message: str) -> None:
     pytest.importorskip("reasoning_gym")
     found = only(write(f"task: {{type: reasoning_gym, {fields}}}\nrewards: [{{type: task}}]"))
     assert message in found and found.startswith("r.yaml:1")
+
+
+# ----------------------------------------------------------------------------------------- the page
+
+
+def test_the_examples_of_the_page_are_valid(write: Write, parquet: Callable[..., None]) -> None:
+    """docs/rewards.md: every recipe on it loads, whatever it names being there."""
+    pytest.importorskip("reasoning_gym")
+    page = (Path(__file__).resolve().parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    rewards, data, gym = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
+    write(code, "my_rewards.py")
+    message = {"role": "user", "content": "2 + 2"}
+    parquet({"prompt": [[message]], "reward_model": [{"ground_truth": "4"}]})
+    (write("", "x").parent / "d.parquet").rename(write("", "train.parquet"))
+    data = data.replace("test.parquet", "train.parquet")
+    assert len(load_recipe(write(gym.replace("rewards: [{type: task}]", "") + rewards)).rewards) == 6
+    assert load_recipe(write(data)).task.system_prompt == "Reply with the number only."
+    assert load_recipe(write(gym)).task.difficulty == {"num_terms": 2, "num_digits": 1}
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    assert namespace["short"](responses=["x" * 100], answers=[""]) == [0.75]
