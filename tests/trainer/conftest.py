@@ -67,7 +67,7 @@ def tiny_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_recipe(tiny_folder: Path, tiny_prompts: Path) -> MakeRecipe:
     """A recipe of the tiny run; keywords override fields of its `trainer` section."""
 

@@ -132,3 +132,17 @@ def test_state_survives(live: LiveKnobs) -> None:
     assert other["micro_batch_size"] == 32
     with pytest.raises(AdapterError, match="saved knobs"):
         other.load_state_dict({"values": {"kl_coef": 1.0}, "wanted": {}, "epoch": 0})
+
+
+def test_a_saved_vector_is_cut_anew_for_another_number_of_ranks() -> None:
+    alone = LiveKnobs(knob_vector(Recipe()), context=64)
+    alone.set("kl_coef", 0.01)
+    vector = alone.vector()
+    assert (vector["micro_batch_size"], vector["num_rollout_batches"]) == (128, 1)
+    two = LiveKnobs(knob_vector(Recipe()), world_size=2, context=64)
+    two.load_state_dict(alone.state_dict())
+    fitted = {"micro_batch_size": 64, "rollout_micro_batch_size": 256, "num_rollout_batches": 1}
+    assert two.vector() == {**vector, **fitted}
+    back = LiveKnobs(knob_vector(Recipe()), context=64)
+    back.load_state_dict(two.state_dict())
+    assert back.vector() == vector, "the recipe's own sizes come back where they fit again"
