@@ -166,9 +166,7 @@ def structural_readings(facts: RunFacts, knobs: Mapping[str, float]) -> dict[str
     return readings
 
 
-def judge(
-    scalars: Mapping[str, Any], facts: RunFacts, knobs: Mapping[str, float]
-) -> dict[str, Reading]:
+def judge(scalars: Mapping[str, Any], facts: RunFacts, knobs: Mapping[str, float]) -> dict[str, Reading]:
     """Canonical name -> reading. A metric that `facts` promises and that is absent is missing."""
     readings = structural_readings(facts, knobs)
     for name in {**dict.fromkeys(facts.metric_capability), **dict.fromkeys(scalars)}:

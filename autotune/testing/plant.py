@@ -340,17 +340,13 @@ def _clipping(
     tokens = measured.scalars["response_length_mean"] * (
         knobs["train_batch_size"] * knobs["rollout_n"] * knobs["ppo_epochs"]
     )
-    measured.histograms["policy_ratio"] = _histogram(
-        low_range, high_range, mean_low, mean_high, tokens
-    )
+    measured.histograms["policy_ratio"] = _histogram(low_range, high_range, mean_low, mean_high, tokens)
     measured.histograms["policy_ratio_last"] = _histogram(
         low_range, high_range, low[-1], high[-1], tokens / updates
     )
 
 
-def _histogram(
-    low_range: float, high_range: float, low: float, high: float, tokens: float
-) -> list[float]:
+def _histogram(low_range: float, high_range: float, low: float, high: float, tokens: float) -> list[float]:
     """Expected counts of the ratio histogram, [RATIO_BINS + 2], with the given shares."""
     parts = _templates(low_range, high_range)
     shares = (low * tokens, (1.0 - low - high) * tokens, high * tokens)
@@ -394,7 +390,7 @@ def _lengths(
         scalars[f"response_length_{name}"] = min(median * math.exp(quantile * sigma), cap)
     scalars["truncated_fraction"] = cut
     scalars["prompt_length_mean"] = scalars["prompt_length_max"] = 8.0
-    scalars["prompts_cut"] = 0.0
+    scalars["prompts_cut"] = scalars["prompts_dropped"] = 0.0
     return 1.0 - cut
 
 

@@ -46,8 +46,7 @@ def read_scan() -> dict[str, Row]:
     """Name -> the row's numbers."""
     with SCAN.open(encoding="utf-8") as file:
         return {
-            row["name"]: {k: float(v) for k, v in row.items() if k != "name"}
-            for row in csv.DictReader(file)
+            row["name"]: {k: float(v) for k, v in row.items() if k != "name"} for row in csv.DictReader(file)
         }
 
 

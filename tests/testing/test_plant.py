@@ -26,8 +26,7 @@ Row = dict[str, float]
 def read_scan() -> dict[str, Row]:
     with SCAN.open(encoding="utf-8") as file:
         return {
-            row["name"]: {k: float(v) for k, v in row.items() if k != "name"}
-            for row in csv.DictReader(file)
+            row["name"]: {k: float(v) for k, v in row.items() if k != "name"} for row in csv.DictReader(file)
         }
 
 

@@ -271,11 +271,6 @@ def test_a_hub_id_that_cannot_be_had_is_an_input_error(
         load_model(ModelSection(path="someone/no-such-model"), tmp_path)
 
 
-def test_lora_is_refused_rather_than_ignored(cache: Path) -> None:
-    with pytest.raises(InputError, match=r"model\.lora"):
-        load_model(ModelSection(lora=LoraSection()), cache)
-
-
 # -- GGUF -------------------------------------------------------------------------------------
 
 
