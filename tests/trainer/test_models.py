@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from autotune.errors import EnvironmentProblem, InputError
 from autotune.recipe.model_checks import BUILTIN_MODELS
-from autotune.recipe.schema import DigitsTask, LoraSection, ModelSection
+from autotune.recipe.schema import DigitsTask, ModelSection
 from autotune.trainer import builtin, models
 from autotune.trainer.models import load_model
 from autotune.trainer.tasks import load_task
