@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
