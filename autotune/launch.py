@@ -58,6 +58,7 @@ def _start(rank: int, nproc: int, port: int, arguments: Sequence[str]) -> subpro
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": nproc,
+        "AUTOTUNE_NPROC": nproc,  # so that a run can say how it is resumed
         "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -208,7 +209,8 @@ def _changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 
 def resume_command(folder: Path) -> str:
-    return f"autotune run --resume {shlex.quote(str(folder))}"
+    ranks_too = f" --nproc {os.environ['AUTOTUNE_NPROC']}" if "AUTOTUNE_NPROC" in os.environ else ""
+    return f"autotune run --resume {shlex.quote(str(folder))}{ranks_too}"
 
 
 def _finished(folder: Path) -> bool:
