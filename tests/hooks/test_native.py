@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
-from autotune.decisions import Restore
+from autotune.decisions import (
+    Change,
+    Decision,
+    Kind,
+    Outcome,
+    Proposal,
+    Restore,
+    State,
+    Verdict,
+    Veto,
+    decision_from_json,
+    to_json,
+)
 from autotune.errors import AdapterError
+from autotune.hooks import native
 from autotune.hooks.native import NativeAdapter
 from autotune.metrics import Snapshot, Validity
 from autotune.testing import FakeTrainer, RolloutRecord
@@ -94,3 +108,75 @@ def test_an_unknown_kind_of_restore_is_refused() -> None:
     trainer, _ = one()
     with pytest.raises(AdapterError, match="expected undo or checkpoint"):
         NativeAdapter(trainer).restore(Restore("rewind", 0, "test"))
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+class Peers:
+    """The other rank's side of a talk."""
+
+    def __init__(self, first: Any = None, other: str = "") -> None:
+        self.first, self.other, self.heard = first, other, []
+
+    def from_first(self, value: Any) -> Any:
+        self.heard.append(value)
+        return value if self.first is None else json.loads(json.dumps(self.first))
+
+    def from_all(self, value: str) -> list[str]:
+        return [value, self.other or value]
+
+
+def of_two(monkeypatch: pytest.MonkeyPatch, peers: Peers, **knobs: float) -> NativeAdapter:
+    adapter = NativeAdapter(FakeTrainer(knobs, seed=2))
+    adapter._facts = dataclasses.replace(adapter.facts(), world_size=2)
+    monkeypatch.setattr(native, "_group", lambda: peers)
+    return adapter
+
+
+def decision() -> Decision:
+    proposal = Proposal("B3", "kl_coef", 0.02, "why", Kind.REGULATOR, {"kl": 0.1})
+    return Decision(
+        rollout=7,
+        state=State.EVALUATE,
+        epoch=3,
+        proposals=(proposal,),
+        vetoes=(Veto(proposal, "bounds", "too far"),),
+        changes=(Change("A1", "kl_coef", 0.01, 0.02, "why", Kind.REVERT, {"kl_coef": 0.02}, {"p": 1.0}),),
+        verdicts=(Verdict("A1", "kl_coef", Outcome.KEPT, "better", 4, {"gain": 0.5}),),
+        restore=Restore("undo", 7, "drift"),
+        alarms=("hold: x",),
+        stop="dead",
+        silent={"B1": "no meter"},
+    )
+
+
+def test_a_decision_reaches_the_other_ranks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = to_json(decision())
+    assert of_two(monkeypatch, Peers(first=told)).broadcast(None) == decision()
+    assert decision_from_json(to_json(Decision(0, State.WARMUP, 0))) == Decision(0, State.WARMUP, 0)
+    mine = decision()
+    assert of_two(monkeypatch, Peers()).broadcast(mine) is mine
+    assert of_two(monkeypatch, Peers()).broadcast(None) is None
+
+
+def test_ranks_agree_when_all_hashes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_two(monkeypatch, Peers()).agree("abc")
+    assert not of_two(monkeypatch, Peers(other="abd")).agree("abc")
+
+
+def test_a_rank_starts_with_rank_0s_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = of_two(monkeypatch, Peers())
+    wanted = {**mine.knobs(), "kl_coef": 0.02}
+    adapter = of_two(monkeypatch, Peers(first={"values": wanted, "epoch": 4}))
+    adapter.share_knobs()
+    assert adapter.knobs() == wanted and adapter.trainer.live.epoch == 4
+    with pytest.raises(AdapterError, match="do not start with the same knobs"):
+        of_two(monkeypatch, Peers(other="another hash")).share_knobs()
+
+
+def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_group", None)
+    adapter = NativeAdapter(FakeTrainer({}, seed=2))
+    assert adapter.agree("x") and adapter.broadcast(None) is None
+    adapter.share_knobs()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -127,21 +130,24 @@ def test_nothing_in_it_is_a_pickle(run: Run) -> None:
     assert kinds <= {".json", ".safetensors", ".jinja", ".txt"}
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16"), (3, "float32"), (3, "bfloat16")]
+)
 def test_from_pretrained_gives_the_trained_model(tmp_path: Path, stage: int, dtype: str) -> None:
     run = Run(tmp_path, stage, dtype=dtype)
     run.train(2)
     path = run.save(1)
     model = AutoModelForCausalLM.from_pretrained(path)
     assert model.dtype == getattr(torch, dtype)
-    trained, loaded = dict(run.model.named_parameters()), dict(model.named_parameters())
-    assert_same({n: p.data for n, p in trained.items()}, {n: p.data for n, p in loaded.items()})
-    assert torch.equal(model(BATCH).logits, run.model(BATCH).logits)
+    with run.engine.whole_weights():
+        trained, loaded = dict(run.model.named_parameters()), dict(model.named_parameters())
+        assert_same({n: p.data for n, p in trained.items()}, {n: p.data for n, p in loaded.items()})
+        assert torch.equal(model(BATCH).logits, run.model(BATCH).logits)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer("12>")["input_ids"] == run.tokenizer("12>")["input_ids"] == [1, 2, 10]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_resume_is_bit_equal(tmp_path: Path, stage: int) -> None:
     run = Run(tmp_path, stage)
     run.train(3)
@@ -189,6 +195,71 @@ def test_another_model_is_refused(run: Run, tmp_path: Path) -> None:
     other.engine._trainable.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         load_checkpoint(path, other.engine)
+
+
+# -- a full disk -------------------------------------------------------------------------------
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+RUST = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("transformers.PreTrainedModel.save_pretrained", RUST),
+        ("transformers.PreTrainedTokenizerBase.save_pretrained", NO_SPACE),
+        ("safetensors.torch.save_file", RUST),
+        ("pathlib.Path.write_text", NO_SPACE),
+        ("os.fsync", NO_SPACE),
+        ("pathlib.Path.rename", NO_SPACE),
+    ],
+)
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception
+) -> None:
+    run.train(1)
+    good = run.save(1)
+    run.train(1)
+
+    def full(*args: Any, **more: Any) -> None:
+        raise fault
+
+    with monkeypatch.context() as disk:
+        disk.setattr(place, full)
+        with pytest.raises(CheckpointError, match=r"rollout-00002 not written: .*No space left") as caught:
+            run.save(2)
+    assert "rollout-00001 is the last whole checkpoint. Make room" in str(caught.value)
+    assert names(run.root) == ["latest", "rollout-00001"], "nothing half-written stays and takes space"
+    assert find_checkpoints(run.root) == [good]
+    assert run.save(2) in find_checkpoints(run.root), "with room again it goes on"
+
+
+def test_a_file_that_may_not_grow_is_noticed(run: Run) -> None:
+    """The operating system's own refusal, in the middle of a file."""
+    good = run.save(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"rollout-00002 not written: .*File too large"):
+            run.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert find_checkpoints(run.root) == [good]
+    assert names(run.root) == ["latest", "rollout-00001"]
+
+
+def test_a_pointer_that_cannot_be_written_takes_no_checkpoint_with_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise NO_SPACE
+
+    run.save(1)
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "replace", full)
+        with pytest.raises(CheckpointError, match="rollout-00002 is written, but not the pointer to it"):
+            run.save(2)
+    assert [path.name for path in find_checkpoints(run.root)] == ["rollout-00002", "rollout-00001"]
 
 
 # -- damage ------------------------------------------------------------------------------------

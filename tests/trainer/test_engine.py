@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def make_engine(
     dtype: str = "auto",
     offload: str = "none",
     max_grad_norm: float = CLIP,
+    config: dict[str, Any] | None = None,
 ) -> Engine:
     return Engine(
         model if model is not None else small_model(),
@@ -69,6 +71,7 @@ def make_engine(
         max_grad_norm=max_grad_norm,
         dtype=dtype,
         offload=offload,
+        config=config,
     )
 
 
@@ -206,6 +209,28 @@ def test_whole_weights_are_the_models_own_and_training_goes_on(batch: Tensor) ->
     for each in (engine, other):
         update(each, batch, 8)
     assert_same(engine.state_tensors(), other.state_tensors())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_of_a_users_file_change_no_number(stage: int, batch: Tensor) -> None:
+    """Small buckets and, at ZeRO 3, many groups of masters."""
+    sizes = {"reduce_bucket_size": 400, "allgather_bucket_size": 300, "sub_group_size": 500}
+    sizes |= {"stage3_prefetch_bucket_size": 10, "stage3_param_persistence_threshold": 20}
+    extra = {"zero_optimization": sizes, "steps_per_print": 1000}
+    engine, plain = make_engine(stage=stage, config=extra), make_engine(stage=stage)
+    assert stage < 3 or len(engine._masters()) > 3
+    snapshot, start = engine.snapshot(), engine.state_tensors()
+    for each in (engine, plain):
+        for micro in (8, 32):
+            update(each, batch, micro)
+    got, wanted = engine.state_tensors(), plain.state_tensors()
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=5e-5)
+    engine.restore(snapshot)
+    assert_same(start, engine.state_tensors())
+    engine.load_state(got, 2)
+    assert_same(got, engine.state_tensors())
+    assert engine.steps() == 2
 
 
 @pytest.mark.parametrize(
