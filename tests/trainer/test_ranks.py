@@ -6,8 +6,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,3 +249,37 @@ def test_a_run_of_two_ranks_goes_on_alone(two: TwoRanks, job: str, tmp_path: Pat
 
 def value(reading: Any) -> float:
     return float(reading["value"] if isinstance(reading, dict) else reading)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_command_line_saves_on_both_ranks(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """And starting it again as if it were new fails once, not once per rank."""
+    recipe = make_recipe(
+        {"run_dir": "run", "tracking": {"mlflow": {"enabled": False}}, "deepspeed": {"zero_stage": 2}},
+        rollouts=500,
+        rollout_micro_batch_size=16,
+    )
+    (tmp_path / "r.json").write_text(recipe.model_dump_json())
+    command = [sys.executable, "-m", "autotune", "run", "r.json", "--nproc", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "1"}
+    journal = tmp_path / "run" / "journal.jsonl"
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+        deadline = time.monotonic() + 200
+        while not (journal.exists() and '"type":"rollout"' in journal.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 130, err
+    assert "resume with: autotune run --resume run --nproc 2" in out
+    last = find_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    lines = read_journal(journal)
+    assert (lines[-1]["type"], lines[-1]["status"]) == ("end", "interrupted")
+    assert last.name == f"rollout-{max(ln['rollout'] for ln in lines if ln['type'] == 'rollout') + 1:05d}"
+    more = {"text": True, "capture_output": True, "timeout": 200}
+    again = subprocess.run(command, cwd=tmp_path, env=environment, **more)
+    assert again.returncode == 2
+    assert again.stderr.count("the run folder run exists already") == 1
