@@ -53,7 +53,7 @@ class StepKlTrustRegion(Policy):
 
     target: float = 0.015
     """Nats/token of drift per rollout."""
-    low: float = 0.6
+    low: float = 0.5
     high: float = 3.0
     """Engages outside [low, high] x target."""
     low_healthy: float = 0.2
