@@ -1,7 +1,7 @@
 """A real run killed with SIGKILL again and again must end like one that was left alone.
 
-One chain: killed in a rollout, resumed and killed in an update, resumed and killed in the middle of
-saving, resumed and killed between rollouts, resumed to the end. The final weights must be equal to
+One chain: killed in a rollout, in an update, in the middle of saving, between the rename and the
+pointer, and between rollouts, each time resumed, at last to the end. The final weights must be equal to
 the last bit, the winning journal lines equal, and all decisions replayable.
 """
 
@@ -44,7 +44,7 @@ def on_phase(phase, rollout):
 run(load_recipe(sys.argv[1]), resume=sys.argv[2] == "resume", on_phase=on_phase)
 """
 
-KILLS = ("rollout@1", "update@2", "save:files@4", "between@5")
+KILLS = ("rollout@1", "update@2", "save:files@4", "save:renamed@4", "between@5")
 
 
 def start(recipe: Path, how: str, kill_at: str = "never") -> int:
@@ -79,7 +79,7 @@ def told(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_killed_four_times_it_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
+def test_killed_five_times_it_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
     assert start(recipe(tmp_path, "straight"), "start") == 0
     broken = recipe(tmp_path, "broken")
     for number, kill_at in enumerate(KILLS):
