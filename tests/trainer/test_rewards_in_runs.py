@@ -94,7 +94,7 @@ def test_several_weighted_components_and_a_function_that_fails(go: Go, tmp_path:
     rewards = """
   - {type: regex, pattern: '(.)$', weight: 2.0}
   - {type: import, function: 'mine.py:digits', allow_code: true, name: digits, weight: 0.5, batch_size: 32}
-  - {type: import, function: 'mine.py:fragile', allow_code: true}
+  - {type: import, function: 'mine.py:fragile', allow_code: true, time_limit: 60}
 """
     lines = go(rewards, "{type: jsonl, path: d.jsonl}")
     for found in metrics(lines):
@@ -105,7 +105,7 @@ def test_several_weighted_components_and_a_function_that_fails(go: Go, tmp_path:
     assert ("reward/import", "KeyError: 'four' (mine.py:12)") in told
     assert ("task", "1 of 28 training prompts repeat an earlier one; they are kept") in told
     died = [text for _, text in told if text.startswith("its process ended (exit code 9); its last words")]
-    assert len(died) == 1 and len(told) == 3  # each once, in two rollouts and two evaluations
+    assert len(died) == 1 and len(told) == 3, told  # each once, in two rollouts and two evaluations
     assert "asked about" in (tmp_path / "run" / "reward-import.log").read_text()
     assert "note on reward/import: KeyError" in (tmp_path / "output.txt").read_text()
 
