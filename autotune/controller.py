@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune import hand
 from autotune.decisions import (
+    RANKS_DISAGREE,
     Applied,
     Change,
     Command,
@@ -549,6 +550,9 @@ class Controller:
             if not item.ok:
                 why = item.error or f"asked for {item.requested:.4g}, reads {item.read_back:.4g}"
                 self.ledger.contested[item.knob] = f"{item.knob} does not obey: {why}"
+            if item.error.startswith(RANKS_DISAGREE):
+                # Whatever the cause, no change can be trusted to reach every rank any more.
+                self.ledger.frozen = f"hold: {RANKS_DISAGREE} for {item.knob}"
         failed = {item.knob for item in applied if not item.ok}
         probation = self.ledger.probation
         if probation is not None and failed & set(probation.after):

@@ -117,6 +117,10 @@ class Change:
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
+RANKS_DISAGREE = "ranks read back different vectors"
+"""How the error of an `Applied` begins when the previous vector had to be put back on all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """One knob after `apply`: what was asked, and what the trainer will really use next."""

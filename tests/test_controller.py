@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.controller import AT_BOUND_WINDOWS, Controller, ControlSettings
-from autotune.decisions import Applied, Decision, Kind, Outcome, Proposal, RunFacts, State, to_json
+from autotune.decisions import (
+    RANKS_DISAGREE,
+    Applied,
+    Decision,
+    Kind,
+    Outcome,
+    Proposal,
+    RunFacts,
+    State,
+    to_json,
+)
 from autotune.errors import AutotuneError, ControlStop, InputError
 from autotune.hooks.loop import ControlLoop
 from autotune.metrics import Reading, Snapshot, Validity
@@ -866,3 +876,12 @@ def test_a_rising_reward_is_never_interrupted_by_a_bolder_step() -> None:
         drift = 0.012 if rig.rollout < 12 else 0.005
         decision = rig.step(reward_mean=reward, kl_step=drift, clip_ratio=0.001, kl_ref=0.02)
         assert not decision.changes, decision.changes
+
+
+def test_ranks_that_disagree_put_all_tuning_on_hold() -> None:
+    rig = Rig(always("T", COEF, 0.5))
+    decision = next(d for d in (rig.step() for _ in range(10)) if d.changes)
+    error = f"{RANKS_DISAGREE}; the previous one was put back on all of them"
+    rig.controller.confirm([Applied(COEF, decision.changes[0].after, 0.005, 9, error)], None)
+    later = rig.steps(20)
+    assert not changed(later) and {d.state for d in later} == {State.FROZEN}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
-from autotune.decisions import Applied, Decision, to_json
+from autotune.decisions import RANKS_DISAGREE, Applied, Decision, to_json
 from autotune.errors import ControlStop, RunError
 from autotune.hooks.base import Adapter, vector_digest
 from autotune.hooks.obey import Hand, Inbox
@@ -132,7 +132,7 @@ class ControlLoop:
         known = [item for item in applied if item.knob in before]
         self.adapter.apply({item.knob: before[item.knob] for item in known}, decision.epoch)
         after = self.adapter.knobs()
-        error = "ranks read back different vectors; the previous one was put back on all of them"
+        error = f"{RANKS_DISAGREE}; the previous one was put back on all of them"
         return [dataclasses.replace(item, read_back=after[item.knob], error=error) for item in known]
 
     def _tell(self, type: str, rollout: int, payload: Mapping[str, Any]) -> None:
