@@ -43,7 +43,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point of the command `autotune`."""
-    app()
+    try:
+        app()
+    except SystemExit as leaving:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "autotune.trainer.group" in sys.modules:
+            from autotune.trainer.group import leave_now
+
+            leave_now(leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code)))
+        raise
 
 
 def _version(wanted: bool) -> None:

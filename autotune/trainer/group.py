@@ -18,7 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune.errors import TrainingError
 
@@ -54,6 +54,18 @@ def leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this rank with an exit code, at once, after all that was registered for the end has run.
+
+    Threads of the process group's transport can outlive the interpreter; when its C++ objects are torn
+    down under them the process aborts now and then, with everything already saved and a wrong exit code.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def from_first(value: Any) -> Any:

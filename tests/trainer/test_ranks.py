@@ -43,6 +43,8 @@ weights = {k: v.tolist() for k, v in trainer.parts.engine.state_tensors().items(
 told = [{"scalars": r.scalars, "histograms": r.histograms} for r in records]
 path = folder / f"rank-{trainer.parts.ranks.rank}.json"
 path.write_text(json.dumps({"told": told, "weights": weights}))
+from autotune.trainer.group import leave_now
+leave_now(0)
 """
 
 

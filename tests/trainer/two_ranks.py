@@ -26,6 +26,7 @@ from autotune.recipe import Recipe
 from autotune.run import run
 from autotune.trainer import checkpoint
 from autotune.trainer.engine import Engine
+from autotune.trainer.group import leave_now
 from autotune.trainer.live import LiveKnobs
 from autotune.trainer.loop import Trainer
 from autotune.trainer.meters import Meters
@@ -153,3 +154,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave_now(0)

@@ -172,7 +172,8 @@ class _Child:
         child_reads, self._to = os.pipe()
         self._from, child_writes = os.pipe()
         root = str(Path(autotune.__file__).resolve().parent.parent)
-        command = [sys.executable, "-c", CHILD, root, target, str(child_reads), str(child_writes)]
+        # -u: what it prints before it dies must be in the log, or nobody knows its last words
+        command = [sys.executable, "-u", "-c", CHILD, root, target, str(child_reads), str(child_writes)]
         try:
             self._process = subprocess.Popen(
                 command,
