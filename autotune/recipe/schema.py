@@ -358,11 +358,21 @@ class ControlSection(Section):
     """A knob schedule to follow instead of a controller: a file of `autotune replay --export`."""
 
 
+GroupName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
 class MlflowSection(Section):
     enabled: bool = True
     uri: str | None = None
     """Tracking server; without it a SQLite store beside the run folders."""
     experiment: str = "autotune"
+    group: Annotated[tuple[GroupName, ...], Field(max_length=4)] = ()
+    """Names of the runs that this one is nested under, outermost first, such as `[my sweep, trial 3]`.
+
+    They are found by these names in the experiment, or made; so the first should be unique there.
+    """
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run beside the ones that every run gets."""
 
 
 class TrackingSection(Section):

@@ -10,6 +10,7 @@ tracker, the run goes on, and `autotune sync RUN` is the same feeder run again t
     payload  journal lines as params, metrics, tags and tables: pure functions
     names    sanitising, flattening and cutting to MLflow's limits
     receipt  RUN/mlflow.json: which lines are known to be delivered, and where to
+    groups   runs that hold other runs: a sweep above its trials, a trial above its seeds
     store    the only file that imports mlflow
 """
 

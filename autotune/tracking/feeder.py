@@ -155,10 +155,11 @@ class Feeder:
         environment = self.story.header.get("environment") or _json_file(self.folder / "environment.json")
         store = Store(self.uri, self.folder)
         self._sign()
-        experiment = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("experiment", "autotune")
+        settings = (recipe.get("tracking") or {}).get("mlflow") or {}
+        experiment, group = settings.get("experiment", "autotune"), settings.get("group") or ()
         start_ms = round(_moment(self.story.header, self._written() - self._after) * 1000)
         tags = payload.tags_of(recipe, environment)
-        if store.open_run(self.receipt.run_id, experiment, self.receipt.key, start_ms, tags):
+        if store.open_run(self.receipt.run_id, experiment, self.receipt.key, start_ms, tags, group):
             self.receipt, self._sent = (
                 Receipt(self.receipt.store, self.receipt.key),
                 0,

@@ -62,6 +62,12 @@ def params_of(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {name: cut(text, PARAM_LIMIT) for name, text in clean_names(leaves).items()}
 
 
+def tags_in_limits(tags: Mapping[str, Any]) -> dict[str, str]:
+    """Tags as MLflow takes them: accepted names, no empty values, cut to the limit."""
+    known = {name: str(value) for name, value in tags.items() if value not in (None, "")}
+    return {name: cut(value, TAG_LIMIT) for name, value in clean_names(known).items()}
+
+
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.story import Act, Event, Line, Row, Story, What, acts_of, finite, row_of
-from autotune.tracking.names import TAG_LIMIT, clean_names, cut
+from autotune.tracking.names import TAG_LIMIT, clean_names, cut, tags_in_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,11 @@ def seconds_of(line: Line) -> float:
 
 
 def tags_of(recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
-    """What a person filters runs by."""
+    """What a person filters runs by; the recipe's own tags cannot replace them."""
     control = recipe.get("control") or {}
+    own = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("tags") or {}
     tags = {
+        **own,
         "mlflow.user": _user(),
         "mlflow.runName": f"{recipe.get('name', 'run')}-{recipe.get('seed', 0)}",
         "mlflow.source.name": "autotune run",
@@ -78,7 +80,7 @@ def tags_of(recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[s
         "profile": control.get("profile"),
         "mlflow.source.git.commit": environment.get("git_commit"),
     }
-    return {name: str(value) for name, value in tags.items() if value not in (None, "")}
+    return tags_in_limits(tags)
 
 
 def _user() -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from autotune.tracking.groups import PARENT_TAG, open_group
 from autotune.tracking.names import METRICS_PER_CALL, PARAMS_PER_CALL, chunks
 from autotune.tracking.payload import Point
 
@@ -77,13 +78,20 @@ class Store:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def open_run(self, run_id: str, experiment: str, key: str, start_ms: int, tags: dict[str, str]) -> bool:
-        """Continue the run of this journal, or create it; True when it was created."""
+    def open_run(
+        self, run_id: str, experiment: str, key: str, start_ms: int, tags: dict[str, str],
+        group: Sequence[str] = (),
+    ) -> bool:  # fmt: skip
+        """Continue the run of this journal, or create it under its group; True when it was created."""
         known = self._usable(run_id) or self._find(experiment, key)
         created = known is None
         if known is None:
+            place = self._experiment(experiment)
+            with self._first_use():
+                parent = open_group(self._client, place, group, start_ms)
+            above = {PARENT_TAG: parent} if parent else {}
             known = self._client.create_run(
-                self._experiment(experiment), start_time=start_ms, tags={**tags, KEY_TAG: key}
+                place, start_time=start_ms, tags={**tags, **above, KEY_TAG: key}
             )
         elif known.info.status != "RUNNING":
             self._client.update_run(known.info.run_id, status="RUNNING")

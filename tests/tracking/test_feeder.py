@@ -319,3 +319,26 @@ def test_switched_off_tracking_starts_nothing(tmp_path: Path) -> None:
     feeder = start_feeder(tmp_path, recipe)
     assert feeder.process is None
     assert "switched off" in feeder.finish().message
+
+
+def nested(seed: int, *names: str) -> list[j.Line]:
+    settings = {"experiment": "nested", "group": list(names), "tags": {"study": "s1"}}
+    return [j.header(seed=seed, tracking={"mlflow": settings}), j.rollout(0), j.end()]
+
+
+def test_seeds_lie_below_their_trial_and_trials_below_their_sweep(runs: Path) -> None:
+    for seed, trial in ((1, "trial 0"), (2, "trial 0"), (1, "trial 1")):
+        assert feed(j.write(runs / f"{trial}-{seed}", nested(seed, "it's a sweep", trial))) == 0
+    store = client(runs / "trial 0-1")
+    place = store.get_experiment_by_name("nested").experiment_id
+    found = {run.info.run_id: run for run in store.search_runs([place])}
+    assert len(found) == 6
+    above = {i: found.get(run.data.tags.get("mlflow.parentRunId")) for i, run in found.items()}
+    names = sorted(
+        (run.info.run_name, above[i].info.run_name if above[i] else "") for i, run in found.items()
+    )
+    assert names == [
+        ("it's a sweep", ""), ("small-1", "trial 0"), ("small-1", "trial 1"), ("small-2", "trial 0"),
+        ("trial 0", "it's a sweep"), ("trial 1", "it's a sweep"),
+    ]  # fmt: skip
+    assert found[receipt(runs / "trial 0-1").run_id].data.tags["study"] == "s1"
