@@ -311,8 +311,67 @@ class TrainerSection(Section):
         return "sequence" if self.algorithm == "gspo" else "token"
 
 
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,253}$")]
+
+
+class ServerSection(Section):
+    """The sampling server of `engine: vllm_server`."""
+
+    start: bool = True
+    """Start one per rank and end it with the run; false uses servers that run already."""
+    address: Address = "127.0.0.1"
+    """Where it listens; anything but loopback opens it to the network."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Rank r uses port + r; 0 takes free ones, for servers that the run starts itself."""
+    devices: tuple[int, ...] = ()
+    """CUDA devices of the servers, one per rank; empty shares the ranks' own."""
+    transfer: Literal["auto", "file", "ipc"] = "auto"
+    """How weights get there: a safetensors file in shared memory, or CUDA's handles to the trainer's own
+    memory; auto is `ipc` on GPUs and `file` elsewhere."""
+
+
 class RolloutSection(Section):
-    engine: Literal["hf"] = "hf"
+    """Who draws the responses, and how far its log-probs are trusted; `docs/engines.md`."""
+
+    engine: Literal["hf", "vllm", "vllm_server"] = "hf"
+    """transformers' `generate` on the training weights; vLLM inside the trainer's process; vLLM in
+    processes of its own."""
+    static_cache: bool | None = None
+    """hf: a cache of fixed size, which lets the library compile decoding; unset, on GPUs only."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """vllm: share of the device's memory for its weights, its cache and its activations."""
+    kv_cache_bytes: Count | None = None
+    """vllm: bytes of its key-value cache, instead of what is left of that share."""
+    max_num_seqs: Count | None = None
+    """vllm: responses decoded at the same time; unset, `rollout_micro_batch_size`."""
+    max_model_len: Count | None = None
+    """vllm: longest prompt and response together; unset, the model's context. No knob can go beyond."""
+    max_num_batched_tokens: Count | None = None
+    """vllm: tokens of one forward pass; unset, vLLM's own choice."""
+    enforce_eager: bool | None = None
+    """vllm: no compilation and no CUDA graphs; unset, on CPU only."""
+    request_seeds: bool = True
+    """vllm: a seed per response, from its place in the run; false draws from one stream, which is faster
+    on GPUs and cannot be repeated after a resume."""
+    sleep: Literal[0, 1, 2] = 0
+    """vllm on GPUs: what it gives back while training. 0 nothing; 1 its cache, weights wait in host memory;
+    2 both, weights come anew with the next rollout."""
+    server: ServerSection = ServerSection()
+    old_log_probs: Literal["recompute", "sampler"] = "recompute"
+    """What ratios are against: a forward pass of the trainer, or the sampler's own log-probs while
+    the two agree within `mismatch_bound`, which spares that pass."""
+    mismatch_bound: Positive = 1.0e-3
+    """Largest `kl_mismatch` (nats per token, k3) at which the sampler's log-probs stand in; beyond it the
+    very same rollout is recomputed."""
+    importance_cap: Literal["auto"] | Annotated[float, Field(ge=1)] | None = "auto"
+    """A token's loss is weighted by min(trainer's probability / sampler's, cap); null does not weight;
+    auto is 2 for vLLM and null for hf, which samples from the trained weights themselves."""
+
+    def cap(self) -> float | None:
+        """The importance weights' cap in force."""
+        if self.importance_cap == "auto":
+            return None if self.engine == "hf" else 2.0
+        return self.importance_cap
 
 
 class DeepSpeedSection(Section):

@@ -44,8 +44,10 @@ from autotune.trainer.interrupts import TogetherInterrupts, held_interrupts
 from autotune.trainer.live import LiveKnobs
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
+from autotune.trainer.mismatch import OldLogProbs, Trust, old_log_probs
 from autotune.trainer.order import Stream, torch_seed
 from autotune.trainer.parts import build_parts
+from autotune.trainer.ranks import Rows
 from autotune.trainer.records import RolloutRecord
 from autotune.trainer.rollout.base import Draw, pad_prompts
 from autotune.trainer.schedule import factor
@@ -59,6 +61,7 @@ from autotune.trainer.update import (
     fixed_subset,
     make_plan,
     measure_drift,
+    micro_batches,
     score_samples,
     seeded_dropout,
     with_signal,
@@ -324,18 +327,54 @@ class Trainer:
         parts, batch, temperature = self.parts, data.kept.batch, self.live["temperature"]
         micro = first_epoch(plan, self.live.count("ppo_epochs"))
         with clock.phase("old_log_prob"):
-            old, entropy = score_samples(
-                parts.model, batch, micro, temperature, parts.ranks, with_entropy=True
-            )
+            old = self._old_log_probs(data.kept, micro)
         ref = None
         with clock.phase("reference"):
             if parts.reference is not None:
                 ref, _ = score_samples(parts.reference, batch, micro, temperature, parts.ranks)
         if parts.ranks.rank == 0:  # everybody holds all of it, and meters are summed over ranks
-            sampler = data.kept.sampler_log_probs
-            meters.add_sampled(old, entropy, ref, sampler, batch.response_mask)
-        credit = self._credit(data, old, ref, micro, clock)
-        return Experience(batch, credit.advantages.to(old.device), old, ref, credit.targets)
+            self._meter_sampled(old, ref, data.kept, meters)
+        credit = self._credit(data, old.log_probs, ref, micro, clock)
+        advantages = credit.advantages.to(old.log_probs.device)
+        return Experience(batch, advantages, old.log_probs, ref, credit.targets, old.importance)
+
+    def _old_log_probs(self, samples: Samples, micro: list[MicroBatch]) -> OldLogProbs:
+        """The trainer's log-probs of the sampling weights, or the sampler's where these may stand in."""
+        parts, rollout = self.parts, self.recipe.rollout
+        size = self.live.count("micro_batch_size")
+
+        def score(rows: Rows | None) -> tuple[Tensor, Tensor]:
+            some = micro
+            if rows is not None:
+                mine = parts.ranks.share(rows)
+                some = list(micro_batches(mine, samples.lengths, size, parts.engine.device))
+            batch, temperature = samples.batch, self.live["temperature"]
+            return score_samples(parts.model, batch, some, temperature, parts.ranks, with_entropy=True)
+
+        spare = rollout.old_log_probs == "sampler"
+        subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
+        trust = Trust(spare, rollout.mismatch_bound, rollout.cap())
+        mask = samples.batch.response_mask
+        old = old_log_probs(score, samples.sampler_log_probs, mask, subset, trust)
+        if old.mismatch is not None and old.seen is None:
+            self._note(
+                "rollout/mismatch",
+                f"sampler and trainer differ by {old.mismatch:.3g} nats per token, above mismatch_bound"
+                f" {rollout.mismatch_bound:g}: the old log-probs were recomputed",
+            )
+        return old
+
+    def _meter_sampled(self, old: OldLogProbs, ref: Tensor | None, samples: Samples, meters: Meters) -> None:
+        """Facts of the sampling weights, over the samples that the trainer has scored itself."""
+
+        def seen(whole: Tensor | None) -> Tensor | None:
+            if whole is None or old.seen is None:
+                return whole
+            return whole[torch.from_numpy(old.seen).to(whole.device)]
+
+        mask = samples.batch.response_mask
+        everything = (old.trainer, old.entropy, ref, samples.sampler_log_probs, mask)
+        meters.add_sampled(*(seen(whole) for whole in everything))  # type: ignore[arg-type]
 
     def _credit(
         self, data: Collected, old: Tensor, ref: Tensor | None, micro: list[MicroBatch], clock: PhaseClock

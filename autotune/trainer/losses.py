@@ -117,6 +117,7 @@ def policy_loss(
     mask: Tensor,
     counts: Counts,
     knobs: LossKnobs,
+    importance: Tensor | None = None,
 ) -> Tensor:
     """This micro batch's part of the mini-batch's loss; the parts add up.
 
@@ -129,10 +130,13 @@ def policy_loss(
         mask: response tokens up to and including the end token, bool [B, R].
         counts: of the whole mini-batch over all ranks.
         knobs: coefficients in force during this rollout.
+        importance: weight of each token's objective, [B, R], see `mismatch.py`; the KL has none.
     """
     difference = ratio_difference(log_ratio(log_probs, old_log_probs), mask, knobs.ratio)
     ratio = difference.exp()  # [B, R] or [B, 1]
     objective = surrogate(ratio, per_token(advantages), knobs.clip_low, knobs.clip_high).expand(mask.shape)
+    if importance is not None:
+        objective = objective * importance
     if ref_log_probs is not None and knobs.kl_coef > 0.0:
         kl = KL_ESTIMATORS[knobs.kl_estimator](log_ratio(ref_log_probs, log_probs))  # [B, R]
         objective = objective - knobs.kl_coef * kl

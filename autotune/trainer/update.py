@@ -70,6 +70,8 @@ class Experience:
     """[N, R]."""
     targets: ValueTargets | None = None
     """None without a critic."""
+    importance: Tensor | None = None
+    """Weight of each token's objective, trainer against sampler, [N, R]; None where none is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def make_plan(
     plan = []
     for prompts in order:
         rows = (prompts[:, None] * n + np.arange(n)).ravel()  # [mini n]: whole groups
-        micro = _micro_batches(ranks.share(rows), lengths, knobs.micro_batch_size, device)
+        micro = micro_batches(ranks.share(rows), lengths, knobs.micro_batch_size, device)
         plan.append(MiniBatch(micro, rows, int(lengths[rows].sum()), bool(nonzero[rows].any())))
     return plan
 
@@ -128,7 +130,7 @@ def with_signal(plan: Sequence[MiniBatch], advantages: Tensor) -> list[MiniBatch
     return [replace(mini, signal=bool(nonzero[mini.rows].any())) for mini in plan]
 
 
-def _micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
+def micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
     parts = [part for part in np.split(rows, range(size, len(rows), size)) if len(part)]
     return tuple(MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts)
 
@@ -242,7 +244,8 @@ class Updater:
         if advantages.dim() == 2:
             advantages = advantages[:, :width]
         counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
-        loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, counts, self._knobs)
+        weights = None if data.importance is None else data.importance[index, :width]  # [b, R]
+        loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, counts, self._knobs, weights)
         meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
         return loss
 
@@ -271,7 +274,7 @@ def measure_drift(
 ) -> None:
     """Forward this rank's part of the fixed subset once more, after the last update."""
     model.eval()
-    for part in _micro_batches(rows, lengths, micro, experience.batch.response_ids.device):
+    for part in micro_batches(rows, lengths, micro, experience.batch.response_ids.device):
         batch = experience.batch.rows(part.index, part.width)
         log_probs = response_log_probs(model, batch, temperature)  # [b, R]
         old = experience.old_log_probs[part.index, : part.width]  # [b, R]
