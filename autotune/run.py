@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from autotune.trainer.loop import Trainer
 
 RESOLVED, ENVIRONMENT, JOURNAL = "recipe.resolved.json", "environment.json", "journal.jsonl"
-MAY_CHANGE = ("run_dir", "tracking", "fingerprint")
+MAY_CHANGE = ("run_dir", "tracking", "fingerprint", "sweep", "tune")
 """Sections that a resumed run may have other values in: they do not touch the training."""
 
 FITTED = ("trainer.micro_batch_size ", "trainer.rollout_micro_batch_size ")

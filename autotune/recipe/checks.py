@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from autotune.recipe.schema import (
     TrainerSection,
 )
 from autotune.recipe.source import Document, Key
+from autotune.recipe.sweep_checks import check_sweep
 
 Found = Iterator[tuple[Key, str]]
 
@@ -84,6 +86,8 @@ def find_beside(data: dict[str, Any], folder: Path) -> None:
     task, model, control = data.get("task"), data.get("model"), data.get("control")
     if isinstance(control, dict) and isinstance(control.get("schedule"), str):
         control["schedule"] = _beside(control["schedule"], folder)
+    if isinstance(data.get("checkpoint"), dict):
+        _fields_beside(data["checkpoint"], ("start",), folder)
     if isinstance(task, dict) and task.get("type") in ("jsonl", "parquet"):
         _fields_beside(task, ("path", "eval_path"), folder)
     rewards = data.get("rewards")
@@ -265,6 +269,19 @@ def _schedule(recipe: Recipe) -> Found:
         yield from ((key, f"{k}: {m}") for k, m in batch_problems({**knob_vector(recipe), **vector}, 1))
 
 
+def _start(recipe: Recipe) -> Found:
+    """The checkpoint that the run goes on from, as far as its folder's name and manifest tell."""
+    if recipe.checkpoint.start is None:
+        return
+    folder, key = Path(recipe.checkpoint.start), ("checkpoint", "start")
+    place = re.fullmatch(r"rollout-(\d{5,})", folder.name)
+    if place is None or not (folder / "manifest.json").is_file():
+        yield key, f"{str(folder)!r} is no checkpoint; expected RUN/checkpoints/rollout-NNNNN"
+    elif int(place[1]) > recipe.trainer.rollouts:
+        least = f"expected at least {int(place[1])}, the checkpoint's"
+        yield ("trainer", "rollouts"), f"received {recipe.trainer.rollouts}; {least}"
+
+
 def _vectors(schedule: KnobSchedule) -> Iterator[dict[str, float]]:
     yield from (schedule.vector(at) for at in (0, *(step.rollout for step in schedule.changes)))
 
@@ -324,10 +341,12 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _run_dir,
     _pins,
     _schedule,
+    _start,
     _policies,
     check_model,
     check_offline,
     check_task,
     check_rewards,
     check_deepspeed,
+    check_sweep,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +55,26 @@ def evaluate(
     rewards: Rewards,
     tokenizer: object,
     ranks: Ranks,
-) -> dict[str, float]:
-    """Mean reward over the held-out prompts, one response each; unscorable ones count as 0."""
-    scores = {}
+) -> dict[str, Any]:
+    """Mean reward over the held-out prompts, one response each; unscorable ones count as 0.
+
+    Beside `greedy` and `sampled`: `components`, where the reward has several, each one's mean by kind of
+    draw; and `scores`, where the recipe asks for them, one total per prompt.
+    """
+    scores: dict[str, Any] = {}
     for name, draw in draws(recipe).items():
         chunk = recipe.trainer.rollout_micro_batch_size
         samples = sample_all(sampler, held_out.prompts, draw, 1, chunk, ranks)
         rows = np.arange(len(held_out.examples))
         table = rewards.score(texts(samples, tokenizer, rows), list(held_out.examples))  # type: ignore[arg-type]
-        scores[name] = sum(v or 0.0 for v in table.total) / len(table.total)
+        scores[name] = _mean(table.total)
+        if len(table.components) > 1:
+            means = {component: _mean(values) for component, values in table.components.items()}
+            scores.setdefault("components", {})[name] = means
+        if recipe.eval.per_prompt:
+            scores.setdefault("scores", {})[name] = [v or 0.0 for v in table.total]
     return scores
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    return sum(v or 0.0 for v in values) / len(values)

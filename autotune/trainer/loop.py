@@ -123,6 +123,8 @@ class Trainer:
         )
         if resume:
             self._resume()
+        elif recipe.checkpoint.start is not None:
+            self._begin_from(Path(recipe.checkpoint.start))
 
     # -- what the outside asks for -----------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Trainer:
         self._load(path)
         return checkpoint_rollout(path)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Score on the fixed held-out prompts; empty when the task holds nothing out."""
         parts = self.parts
         if parts.held_out is None:
@@ -224,7 +226,7 @@ class Trainer:
         if self._checkpoint_due():
             self._save()
 
-    def _train(self, evaluation: dict[str, float]) -> RolloutRecord:
+    def _train(self, evaluation: dict[str, Any]) -> RolloutRecord:
         """Sample, learn and measure; the record tells all of it."""
         clock, knobs, epoch = PhaseClock(self.parts.engine.device), self.live.vector(), self.live.epoch
         with clock.phase("total"):
@@ -441,7 +443,7 @@ class Trainer:
         measured: Measured,
         moved: list[bool],
         clock: PhaseClock,
-        evaluation: dict[str, float],
+        evaluation: dict[str, Any],
     ) -> dict[str, float | None]:
         group, samples = self.live.count("rollout_n"), data.drawn
         tokens = int(samples.lengths.sum() + samples.prompt_lengths.sum() * group)
@@ -481,12 +483,12 @@ class Trainer:
 
     # -- evaluation and checkpoints ----------------------------------------------------------------
 
-    def _evaluate_if_due(self) -> dict[str, float]:
+    def _evaluate_if_due(self) -> dict[str, Any]:
         every = self.recipe.eval.every
         due = self.rollout == 0 or (every > 0 and self.rollout % every == 0)
         return self._evaluate_now() if due else {}
 
-    def _evaluate_now(self) -> dict[str, float]:
+    def _evaluate_now(self) -> dict[str, Any]:
         scores = self.evaluate()
         self._tell_news()
         if scores:
@@ -551,6 +553,11 @@ class Trainer:
         self.parts.rewards.load_state_dict(state["rewards"])
         self.restored_state = state["extra"]
         self._saved = self.rollout
+
+    def _begin_from(self, path: Path) -> None:
+        """Go on where another run's checkpoint was, under the knobs of this recipe."""
+        state = self._load(path)
+        self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
 
     def _load(self, path: Path) -> dict[str, Any]:
         critic = self.parts.critic
