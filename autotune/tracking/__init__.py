@@ -10,10 +10,13 @@ tracker, the run goes on, and `autotune sync RUN` is the same feeder run again t
     payload  journal lines as params, metrics, tags and tables: pure functions
     names    sanitising, flattening and cutting to MLflow's limits
     receipt  RUN/mlflow.json: which lines are known to be delivered, and where to
+    book     what a sweep tells of itself and its trials; book_feeder delivers it
+    patience retrying while a store is down; one feeder at a time
     groups   runs that hold other runs: a sweep above its trials, a trial above its seeds
     store    the only file that imports mlflow
 """
 
+from autotune.tracking.book import Book, open_book
 from autotune.tracking.spawn import Delivery, FeederHandle, start_feeder, store_hint, sync
 
-__all__ = ["Delivery", "FeederHandle", "start_feeder", "store_hint", "sync"]
+__all__ = ["Book", "Delivery", "FeederHandle", "open_book", "start_feeder", "store_hint", "sync"]

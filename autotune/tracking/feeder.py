@@ -15,38 +15,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InputError, RunError
+from autotune.errors import InputError
 from autotune.story import Line, Story
 from autotune.tracking import payload
 from autotune.tracking.names import METRICS_PER_CALL, params_of
+from autotune.tracking.patience import POLL_SECONDS, GaveUp, only_one, persist
 from autotune.tracking.payload import Point
 from autotune.tracking.receipt import URI_VARIABLE, Receipt, read_receipt, write_receipt
 from autotune.tracking.spool import Spool, parent_alive
-from autotune.tracking.store import Store, hide_password, local_uri, safe_uri
+from autotune.tracking.store import Store, local_uri, safe_uri
 
-POLL_SECONDS = 1.0
-LONGEST_WAIT = 30.0
-"""Seconds between two tries at a store that is down."""
 TABLE_SECONDS = 20.0
 """Least seconds between two uploads of the decision table while the run goes on."""
 ARTIFACTS = ("journal.jsonl", "recipe.resolved.json", "environment.json")
 DECISIONS = "decisions.json"
-
-
-class GaveUp(RunError):
-    """The store could not be reached; what is missing can be delivered later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,45 +191,14 @@ class Feeder:
         write_receipt(self.folder, self.receipt)
 
     def _patiently(self, act: Callable[[], None]) -> None:
-        """Do it; while the store is down wait longer and longer, the run's length if need be."""
-        wait, since_end = POLL_SECONDS, None
-        while True:
-            try:
-                act()
-                return
-            except Exception as error:  # the store's own errors are of many kinds
-                now = time.monotonic()
-                if not self.spool.open:
-                    since_end = since_end or now
-                    if now - since_end >= self.patience:
-                        raise GaveUp(self._missing(error)) from error
-                print(
-                    f"{safe_uri(self.uri)}: {self._brief(error)}; next try in {wait:.0f} s", file=sys.stderr
-                )
-                self._wait(wait, since_end)
-                wait = min(wait * 2, LONGEST_WAIT)
+        persist(act, self.spool, self.uri, self.patience, self._missing)
 
-    def _wait(self, seconds: float, since_end: float | None) -> None:
-        """Sleep, but wake up when the journal ends: from then on patience counts."""
-        until = time.monotonic() + seconds
-        if since_end is not None:
-            until = min(until, since_end + self.patience)
-        while time.monotonic() < until:
-            time.sleep(min(POLL_SECONDS, max(until - time.monotonic(), 0.0)))
-            if since_end is None and not self.spool.open:
-                return
-
-    def _missing(self, error: Exception) -> str:
+    def _missing(self, why: str) -> str:
         return (
-            f"MLflow at {safe_uri(self.uri)} did not take the run ({self._brief(error)}); "
+            f"MLflow at {safe_uri(self.uri)} did not take the run ({why}); "
             f"{self.receipt.lines} journal lines are delivered, the rest is safe in the journal. "
             f"Deliver it later with: autotune sync {self.folder}"
         )
-
-    def _brief(self, error: Exception) -> str:
-        """First line of an error, without the password that it may quote."""
-        text = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__}: {hide_password(text, self.uri)[:200]}"
 
 
 def _moment(line: Line, otherwise: float) -> float:
@@ -251,29 +213,6 @@ def _json_file(path: Path) -> Mapping[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
         return data if isinstance(data, dict) else {}
     return {}
-
-
-@contextlib.contextmanager
-def only_one(folder: Path, wait: float) -> Iterator[None]:
-    """Hold the run folder's delivery lock.
-
-    Raises:
-        InputError: if another feeder still holds it after `wait` seconds.
-    """
-    until = time.monotonic() + wait
-    with (folder / ".mlflow.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise InputError(
-                        f"another feeder is delivering {folder}; it will finish by itself, "
-                        "or stop it and run autotune sync again"
-                    ) from None
-                time.sleep(0.2)
-        yield
 
 
 def resolve_uri(folder: Path, uri: str | None) -> str:
@@ -304,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def deliver(folder: Path, uri: str, follow: int | None, patience: float) -> int:
     """Deliver one run folder, following its writer when there is one."""
     alive = parent_alive(follow) if follow else lambda: False
-    with only_one(folder, wait=30.0 if follow else 2.0):
+    with only_one(folder / ".mlflow.lock", wait=30.0 if follow else 2.0):
         feeder = Feeder(folder, uri, Spool(folder / "journal.jsonl", alive), patience)
         feeder.feed()
         ended = feeder.story.end is not None

@@ -40,17 +40,17 @@ class Receipt:
     """Artifacts and final status were delivered for the last `end` line."""
 
 
-def read_receipt(folder: Path) -> Receipt | None:
+def read_receipt(folder: Path, name: str = FILE) -> Receipt | None:
     """The receipt of a run folder; None when there is none or it cannot be used."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        data = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        data = json.loads((folder / name).read_text(encoding="utf-8"))
         return Receipt(**{f.name: data[f.name] for f in dataclasses.fields(Receipt) if f.name in data})
     return None
 
 
-def write_receipt(folder: Path, receipt: Receipt) -> None:
+def write_receipt(folder: Path, receipt: Receipt, name: str = FILE) -> None:
     """Replace the receipt in one step."""
-    path = folder / FILE
+    path = folder / name
     draft = path.with_suffix(".json.tmp")
     with draft.open("w", encoding="utf-8") as file:
         json.dump(dataclasses.asdict(receipt), file, indent=1)

@@ -12,16 +12,21 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.tracking.receipt import URI_VARIABLE, Receipt, read_receipt
+from autotune.tracking.receipt import FILE, URI_VARIABLE, Receipt, read_receipt
+from autotune.tracking.store import ARTIFACTS
 
 if TYPE_CHECKING:
-    from autotune.recipe.schema import Recipe
+    from autotune.recipe.schema import MlflowSection, Recipe
 
 LOG = "mlflow.log"
+JOURNAL = "journal.jsonl"
+BOOKS = "groups*.jsonl"
+"""What books of groups are called; each further worker in a folder has one of its own."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 
 
@@ -37,10 +42,13 @@ class Delivery:
 class FeederHandle:
     """A feeder process, or the reason why there is none."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None, problem: str = "") -> None:
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[bytes] | None, problem: str = "", receipt: str = FILE
+    ) -> None:
         self.folder = folder
         self.process = process
         self.problem = problem
+        self.receipt = receipt
 
     def finish(self, timeout: float = 60.0) -> Delivery:
         """Wait until everything is delivered; call it after the journal's `end` line.
@@ -54,7 +62,7 @@ class FeederHandle:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return Delivery(False, f"still delivering; should that be cut short: autotune sync {self.folder}")
-        receipt = read_receipt(self.folder)
+        receipt = read_receipt(self.folder, self.receipt)
         if code == 0 and receipt is not None and receipt.finished:
             return Delivery(True, store_hint(self.folder, receipt))
         return Delivery(
@@ -64,35 +72,61 @@ class FeederHandle:
 
 def start_feeder(folder: Path, recipe: Recipe) -> FeederHandle:
     """Start delivering a run that is about to be journalled in `folder`."""
-    settings, folder = recipe.tracking.mlflow, Path(folder)
+    folder = Path(folder)
+    return _start("autotune.tracking.feeder", folder, folder, recipe.tracking.mlflow, FILE)
+
+
+def start_book_feeder(book: Path, settings: MlflowSection) -> FeederHandle:
+    """Start delivering a book of groups (`autotune.tracking.book`)."""
+    receipt = book.with_suffix(".mlflow.json").name
+    return _start("autotune.tracking.book_feeder", book, book.parent, settings, receipt)
+
+
+def _start(module: str, target: Path, folder: Path, settings: MlflowSection, receipt: str) -> FeederHandle:
+    """`python -m module target`, or why there is none."""
     if not settings.enabled:
         return FeederHandle(folder, None, "switched off by the recipe (tracking.mlflow.enabled)")
     if importlib.util.find_spec("mlflow") is None:
-        return FeederHandle(
-            folder, None, f"not installed: pip install 'autotune-rl[track]', then autotune sync {folder}"
-        )
+        problem = f"not installed: pip install 'autotune-rl[track]', then autotune sync {folder}"
+        return FeederHandle(folder, None, problem)
     try:
-        process = _start(folder, settings.uri, "--follow", str(os.getpid()))
+        process = _spawn(module, target, folder / LOG, settings.uri)
     except OSError as error:
         return FeederHandle(folder, None, f"could not start ({error}); later: autotune sync {folder}")
-    return FeederHandle(folder, process)
+    return FeederHandle(folder, process, receipt=receipt)
 
 
-def _start(folder: Path, uri: str | None, *options: str) -> subprocess.Popen[bytes]:
+def _spawn(module: str, target: Path, log: Path, uri: str | None) -> subprocess.Popen[bytes]:
     store = {URI_VARIABLE: uri} if uri else {}
-    command = [sys.executable, "-m", "autotune.tracking.feeder", str(folder), *options]
-    with (folder / LOG).open("ab") as log:
+    command = [sys.executable, "-m", module, str(target), "--follow", str(os.getpid())]
+    with log.open("ab") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             env={**os.environ, **_ENVIRONMENT, **store},
         )  # fmt: skip
 
 
 def sync(folder: Path, uri: str | None = None) -> int:
-    """Deliver what a run's tracker has missed; the exit code of the feeder."""
-    from autotune.tracking.feeder import main
+    """Deliver what the tracker has missed of a run, or of every run and book below a folder.
 
-    return main([str(folder), *(("--uri", uri) if uri else ())])
+    Returns:
+        The exit code: 0 when everything is there, else the worst of the feeders' codes.
+    """
+    from autotune.tracking import book_feeder, feeder
+
+    store = ("--uri", uri) if uri else ()
+    if (folder / JOURNAL).exists() or not folder.is_dir():
+        return feeder.main([str(folder), *store])
+    runs, books = (list(_below(folder, name)) for name in (JOURNAL, BOOKS))
+    if not (runs or books):
+        print(f"{folder} has no {JOURNAL}, nor has a folder in it; give the folder of a run", file=sys.stderr)
+    codes = [feeder.main([str(run.parent), *store]) for run in runs]
+    return max([*codes, *(book_feeder.main([str(book), *store]) for book in books)], default=2)
+
+
+def _below(folder: Path, name: str) -> Iterator[Path]:
+    """Files of a name, but for the copies that were uploaded beside a local store."""
+    return (path for path in sorted(folder.rglob(name)) if ARTIFACTS not in path.parts)
 
 
 def store_hint(folder: Path, receipt: Receipt | None = None) -> str:

@@ -8,6 +8,7 @@ imported, and its own retries are kept short because the feeder has its own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -31,6 +32,10 @@ QUIET = {
 }
 KEY_TAG = "autotune.delivery"
 """The receipt's key: finds a run whose id could not be written down any more."""
+
+
+ARTIFACTS = "mlflow-artifacts"
+"""Folder beside a local SQLite store."""
 
 
 def local_uri(folder: Path) -> str:
@@ -65,7 +70,7 @@ class Store:
         with self._first_use():
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._client.search_experiments(max_results=1)
-        self.run_id = ""
+        self.run_id = self.experiment_id = ""
         self.start_ms = 0
 
     @contextlib.contextmanager
@@ -99,6 +104,19 @@ class Store:
         self.experiment_id = known.info.experiment_id
         return created
 
+    def open_group(self, experiment: str, names: Sequence[str], start_ms: int) -> Store:
+        """The same store with the run of this group in it, found or made."""
+        group = copy.copy(self)
+        group.experiment_id = self._experiment(experiment)
+        with self._first_use():
+            group.run_id = open_group(self._client, group.experiment_id, names, start_ms)
+        group.start_ms = 0  # a group's points bear their own times
+        return group
+
+    def set_status(self, status: str) -> None:
+        """`RUNNING` again, for a run that had ended."""
+        self._client.update_run(self.run_id, status=status)
+
     def _usable(self, run_id: str) -> Any:
         """The run by its id, unless somebody deleted it."""
         from mlflow.exceptions import MlflowException
@@ -129,7 +147,7 @@ class Store:
             return str(found.experiment_id)
         place = None
         if self.uri.startswith("sqlite:"):
-            place = (self._folder.parent / "mlflow-artifacts" / name).as_uri()
+            place = (self._folder.parent / ARTIFACTS / name).as_uri()
         kind = {"mlflow.experimentKind": "custom_model_development"}  # pages for training, not for prompts
         return str(self._client.create_experiment(name, artifact_location=place, tags=kind))
 
