@@ -19,6 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.logs import wandb
+
 Row = dict[str, Any]
 """Their key -> value as it stands in the log: a number, None, or text that is no number."""
 
@@ -91,7 +93,11 @@ def json_line(line: str) -> Row | None:
         found = json.loads(line)
     except ValueError:
         return None
-    return flat(found) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    if found.keys() == {"step", "data"} and isinstance(found["data"], dict):
+        found = {"step": found["step"], **found["data"]}  # verl's file logger wraps its metrics
+    return flat(found)
 
 
 def is_journal(line: str) -> bool:
@@ -165,9 +171,14 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> Row:
 class Table:
     """A table in text: CSV, or a notebook's Markdown. Remembers its header."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str = "") -> None:
         self.header: list[str] = []
         self.sep = ","
+        self.run = run
+        """Which run of a table that holds several."""
+        self.runs: list[str] = []
+        self._sparse = False
+        """Whether an empty cell says "not logged at this step"."""
 
     def __call__(self, line: str) -> Row | None:
         if not self.header:
@@ -177,6 +188,8 @@ class Table:
         if len(cells) != len(self.header) or all(set(c) <= set("-: ") for c in cells):
             return None
         row = {key: number(cell) for key, cell in zip(self.header, cells, strict=True) if key}
+        if self._sparse:
+            row = {key: value for key, value in row.items() if value is not None}
         return row if any(isinstance(v, float) for v in row.values()) else None
 
     def _take_header(self, line: str) -> None:
@@ -186,7 +199,9 @@ class Table:
                 cells = self._cells(line)
                 words = [c for c in cells if c and not isinstance(number(c), float)]
                 if len(cells) >= 2 and len(words) == len([c for c in cells if c]) >= 2:
-                    self.header = cells
+                    self.runs = wandb.runs(cells)
+                    self._sparse = bool(self.runs) or wandb.is_history(cells)
+                    self.header = wandb.columns(cells, self.run) if self._sparse else cells
                 return
 
     def _cells(self, line: str) -> list[str]:

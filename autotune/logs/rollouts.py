@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median as middle
 
 from autotune.errors import InputError
+from autotune.logs.join import same_step
 from autotune.logs.lines import Row
 from autotune.logs.sniff import Log
 from autotune.logs.tables import OURS, TABLES, Column, Table, best_table, find, normal_key, skipped
@@ -270,7 +271,8 @@ class Reader:
         """Every rollout of the log. The newest is held back until the next begins or the log ends."""
         held: list[dict[str, float | None]] = []
         extra: dict[str, float | None] = {}
-        for row in self.survey.log.rows(follow):
+        rows = self.survey.log.rows(follow)
+        for row in same_step(rows) if self.survey.table.joins else rows:
             values = self._values(row)
             if "reward_mean" in values or (not self.survey.table.averages and self._has_update(values)):
                 if held:

@@ -15,6 +15,7 @@ from pathlib import Path
 from autotune.errors import InputError
 from autotune.logs import sources
 from autotune.logs.header import HeaderReader, Hints
+from autotune.logs.join import whole_document
 from autotune.logs.lines import (
     Row,
     Table,
@@ -62,18 +63,21 @@ class Log:
         """Whole documents have no tail: they are read again and the rows already seen left out."""
         seen = 0
         while True:
-            for count, row in enumerate(_DOCUMENTS[self.format](self), start=1):
-                if count > seen:
-                    seen = count
-                    if _SUMMARY in row:
-                        self.hints.finished = True
-                    else:
-                        yield row
-            if follow is None or not follow():
+            rows = whole_document(_DOCUMENTS[self.format](self))
+            ready = rows if follow is None else rows[:-1]  # the newest may still lack some of its keys
+            for row in ready[seen:]:
+                if _SUMMARY in row:
+                    self.hints.finished = True
+                else:
+                    yield row
+            seen = max(seen, len(ready))
+            if follow is None:
                 return
+            if not follow():
+                follow = None  # one last look, the newest row included
 
     def _lines(self, follow: Callable[[], bool] | None) -> Iterator[Row]:
-        header, table, parser = HeaderReader(self.hints), Table(), None
+        header, table, parser = HeaderReader(self.hints), Table(self.run), None
         is_table = self.format.startswith("table")
         for line in _text_lines(self.path, follow):
             if is_table:
@@ -92,6 +96,10 @@ class Log:
                 if "_total_steps" in row:
                     self.hints.total_steps = int(row.pop("_total_steps"))
                 yield row
+        if len(table.runs) > 1:
+            read = self.run if self.run in table.runs else table.runs[0]
+            count = len(table.runs)
+            self.hints.remark(f"this table holds {count} runs; {read!r} is read, --run picks another")
         header.finish()
 
 
@@ -141,6 +149,7 @@ _DOCUMENTS: dict[str, Callable[[Log], Iterator[Row]]] = {
     "MLflow run folder": lambda log: sources.mlflow_folder(log.path, log.hints),
     "MLflow database": lambda log: sources.mlflow_sqlite(log.path, log.run, log.hints),
     "TensorBoard events": lambda log: sources.tensorboard_rows(log.path),
+    "prime-rl metrics folder": lambda log: sources.metrics_folder(log.path),
 }
 
 
@@ -165,14 +174,16 @@ def open_log(path: Path | str, run: str = "") -> Log:
 def _folder(path: Path, run: str) -> Log:
     if (path / "metrics").is_dir():
         return Log(path, "MLflow run folder")
-    for name in ("journal.jsonl", "trainer_state.json", "mlflow.db"):
+    for name in ("journal.jsonl", "trainer_state.json", "mlflow.db", "experiment_log.jsonl"):
         if (path / name).is_file():
             return open_log(path / name, run)
     if next(path.rglob("events.out.tfevents.*"), None) is not None:
         return Log(path, "TensorBoard events")
+    if next(path.rglob(sources.METRICS_FILE), None) is not None:
+        return Log(path, "prime-rl metrics folder")
     raise InputError(
         f"{path} holds no log that can be read: expected metrics/ (an MLflow run), trainer_state.json,"
-        " mlflow.db or events.out.tfevents.* files"
+        f" mlflow.db, experiment_log.jsonl, {sources.METRICS_FILE} or events.out.tfevents.* files"
     )
 
 

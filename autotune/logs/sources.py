@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune.errors import InputError
 from autotune.logs.header import Hints, trl_args
-from autotune.logs.lines import Row, flat, number
+from autotune.logs.lines import Row, flat, json_line, number
 
 # -------------------------------------------------------------------------------------- JSON
 
@@ -97,6 +97,25 @@ def by_step(points: Iterable[tuple[str, int, Any]]) -> Iterator[Row]:
         rows.setdefault(step, {"step": step})[key] = value
     for step in sorted(rows):
         yield rows[step]
+
+
+# ---------------------------------------------------------------------------------- prime-rl
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def metrics_folder(path: Path) -> Iterator[Row]:
+    """Every `metrics.jsonl` below a folder as one log: prime-rl's trainer and orchestrator write one each.
+
+    The rewards are in the one, the optimizer's numbers in the other, and both count the same steps.
+    """
+    rows = (row for file in sorted(path.rglob(METRICS_FILE)) for row in _json_lines(file) if "step" in row)
+    yield from by_step((key, int(row["step"]), value) for row in rows for key, value in row.items())
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        yield from (row for line in stream if (row := json_line(line)))
 
 
 # ------------------------------------------------------------------------------- TensorBoard

@@ -49,6 +49,12 @@ class Table:
     """Whether a row every k steps is the mean over these k steps."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Our metric -> why this trainer's logs never hold it."""
+    marks: frozenset[str] = frozenset()
+    """Keys that only this trainer writes: one of them settles whose log it is."""
+    joins: bool = False
+    """Whether one step is written as several rows, each with a part of the keys."""
+    update_keys: str = ""
+    """Prefix of keys whose step counts optimizer updates, where all others count rollouts."""
 
 
 def _skips(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
@@ -196,6 +202,7 @@ OPENRLHF = Table(
     trainer="openrlhf",
     prefix="train/",
     columns={
+        "step": _C("step", rank=-1),
         "global_step": _C("step"),
         "rollout/reward_mean": _C("reward_mean"),
         "reward": _C("reward_mean", rank=-1),
@@ -220,6 +227,7 @@ SKYRL = Table(
     trainer="skyrl",
     columns={
         "trainer/global_step": _C("step"),
+        "step": _C("step", rank=-1),
         "reward/avg_raw_reward": _C("reward_mean"),
         "policy/loss_metrics/clip_ratio": _C("clip_ratio"),
         "policy/policy_kl": _C("kl_ref"),
@@ -239,6 +247,7 @@ SLIME = Table(
     trainer="slime",
     columns={
         "rollout/step": _C("step"),
+        "step": _C("step", rank=-1),
         "rollout/raw_reward": _C("reward_mean"),
         "train/pg_clipfrac": _C("clip_ratio"),
         "train/kl_loss": _C("kl_ref"),
@@ -252,6 +261,7 @@ SLIME = Table(
     },
     skip=_skips((r"train/ppo_kl", _K1), (r"(train|rollout|perf|eval)/.*", "")),
     missing={"kl_step": f"train/ppo_kl is {_K1}"},
+    update_keys="train/",
 )
 
 NEMO = Table(
@@ -320,6 +330,7 @@ PRIME = Table(
         (r"(time|perf|progress|off_policy|loss|entropy|train|optim|masked_.*|unmasked_.*)(/.*)?", ""),
     ),
     missing={"kl_step": _NO_DRIFT, "clip_ratio": "this loss masks tokens; it has no clipped ratio"},
+    joins=True,
 )
 
 EASYR1 = Table(
@@ -336,11 +347,13 @@ EASYR1 = Table(
     patterns=VERL.patterns,
     skip=_skips((r"actor/entropy_loss", "mean of -log p of the samples, not the entropy")) + VERL.skip,
     missing=VERL.missing,
+    marks=frozenset({"actor/pg_clipfrac_higher"}),
 )
 
 AREAL = Table(
     trainer="areal",
     columns={
+        "step": _C("step"),
         "ppo_actor/task_reward/avg": _C("reward_mean", rank=1),
         "ppo_actor/task_reward": _C("reward_mean"),
         "ppo_actor/kl_rewards/avg": _C("kl_ref"),
@@ -382,6 +395,9 @@ def percent_key(key: str) -> tuple[str, float]:
 
 def best_table(keys: set[str]) -> Table | None:
     """The trainer that most of these keys belong to; None when no table knows a reward or two keys."""
+    marked = next((t for t in TABLES.values() if t.marks & keys), None)
+    if marked is not None:
+        return marked
     scored = [(sum(find(t, k) is not None for k in keys), t) for t in TABLES.values()]
     score, table = max(scored, key=lambda pair: pair[0])
     return table if score >= 2 else None
