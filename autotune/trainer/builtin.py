@@ -7,6 +7,7 @@ nothing to reinforce. So each model gets a short supervised start that is stoppe
              other order otherwise: the model half knows how to sort and mostly disobeys.
              Reinforcement has to teach it to obey and to sharpen the sort.
     sort6    40 steps of plain sorting: reinforcement only has to sharpen.
+    unique6  90 steps of dropping repeated digits: answers of several lengths to sharpen.
 
 Everything is seeded and computed on one CPU thread, so the weights do not depend on the number of
 cores, and no global random stream is touched. The character tokenizer is saved beside the weights;
@@ -55,6 +56,7 @@ class WarmStart:
 BUILTIN: dict[str, WarmStart] = {
     "digits": WarmStart("ops6x2", 64, 128, steps=120, obedience=0.3),
     "sort6": WarmStart("sort6", 96, 192, steps=40, obedience=1.0),
+    "unique6": WarmStart("unique6", 96, 192, steps=90, obedience=1.0),
 }
 
 
@@ -130,7 +132,7 @@ def _factor(step: int, recipe: WarmStart) -> float:
 
 
 def _batches(tokenizer: PreTrainedTokenizerBase, recipe: WarmStart) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of (input_ids, labels), both [batch, 15]: 8 of prompt, 6 digits, the end token."""
+    """Batches of (input_ids, labels), both [batch, up to 15]: 8 of prompt, answer, end, padding."""
     import torch
 
     stream, rng = digits.prompts(recipe.variant, recipe.seed, held_out=False), random.Random(0)
@@ -139,9 +141,11 @@ def _batches(tokenizer: PreTrainedTokenizerBase, recipe: WarmStart) -> Iterator[
         answers = [_label(prompt, recipe.obedience, rng) for prompt in some]
         texts = [prompt + answer for prompt, answer in zip(some, answers, strict=True)]
         ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
-        input_ids = torch.tensor(ids)  # [batch, 15]
+        longest = max(map(len, ids))
+        input_ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in ids])
         labels = input_ids.clone()
         labels[:, : len(some[0])] = IGNORED
+        labels[input_ids == tokenizer.pad_token_id] = IGNORED
         yield input_ids, labels
 
 

@@ -102,6 +102,7 @@ class Trainer:
         self._cursor = 0  # prompts drawn so far
         self._drawn = 0  # prompts of the rollout in progress
         self._dropped = 0  # prompts that it passed over because they are too long
+        self._tokens = 0  # sampled so far, prompts' and responses'; a restore takes none of them back
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
         self._on_event = on_event or (lambda name, payload: None)
@@ -147,7 +148,7 @@ class Trainer:
                 self._save()
             for text in self.parts.task.notes if self.rollout == 0 else ():
                 self._note("task", text)
-            while self.rollout < self.recipe.trainer.rollouts:
+            while not self._over():
                 self._one_rollout(on_rollout)
                 self._on_phase("between", self.rollout)
                 self._interrupts.obey()
@@ -156,6 +157,11 @@ class Trainer:
             if self._interrupts.in_step:
                 self._save_stopped()
             raise
+
+    def _over(self) -> bool:
+        trainer = self.recipe.trainer
+        spent = trainer.token_budget is not None and self._tokens >= trainer.token_budget
+        return spent or self.rollout >= trainer.rollouts
 
     def undo_rollout(self) -> None:
         """Bring back weights, moments and step count from before this rollout's updates.
@@ -447,6 +453,7 @@ class Trainer:
     ) -> dict[str, float | None]:
         group, samples = self.live.count("rollout_n"), data.drawn
         tokens = int(samples.lengths.sum() + samples.prompt_lengths.sum() * group)
+        self._tokens += tokens
         scalars = describe(samples, data.scores) | measured.scalars
         scalars["learning_rate"] = self.parts.engine.learning_rate()
         scalars["updates_skipped"] = float(moved.count(False))
@@ -500,8 +507,7 @@ class Trainer:
         return self.folder / "checkpoints"
 
     def _checkpoint_due(self) -> bool:
-        last = self.rollout == self.recipe.trainer.rollouts
-        return last or self.rollout % self.recipe.checkpoint.every == 0
+        return self._over() or self.rollout % self.recipe.checkpoint.every == 0
 
     def _save(self) -> None:
         """Write a checkpoint of the state between two rollouts; Ctrl-C waits until it is whole."""
@@ -535,6 +541,7 @@ class Trainer:
         return {
             "rollout": self.rollout,
             "cursor": self._cursor,
+            "tokens": self._tokens,
             "live": self.live.state_dict(),
             "rewards": self.parts.rewards.state_dict(),
             "extra": self._extra_state(),
@@ -549,6 +556,7 @@ class Trainer:
             )
         state = self._load(found)
         self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
+        self._tokens = int(state.get("tokens", 0))
         self.live.load_state_dict(state["live"])
         self.parts.rewards.load_state_dict(state["rewards"])
         self.restored_state = state["extra"]
@@ -558,6 +566,7 @@ class Trainer:
         """Go on where another run's checkpoint was, under the knobs of this recipe."""
         state = self._load(path)
         self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
+        self._tokens = int(state.get("tokens", 0))
 
     def _load(self, path: Path) -> dict[str, Any]:
         critic = self.parts.critic

@@ -157,6 +157,26 @@ def test_a_checkpoint_comes_back_exactly(make_recipe: MakeRecipe, start: Callabl
         trainer.restore_checkpoint(-1)
 
 
+def test_a_token_budget_ends_the_run_at_a_rollout_boundary(
+    make_recipe: MakeRecipe, start: Callable[..., Trainer]
+) -> None:
+    """Prompts' tokens count for every response; what a resumed run sampled before counts too."""
+    used: list[float] = []
+
+    def on_rollout(record: RolloutRecord) -> None:
+        used.append(record.scalars["tokens_per_second"] * record.times["total"])
+
+    start(make_recipe(rollouts=3), "free").run(on_rollout)
+    budget = round(used[0]) + 1  # reached by the second rollout
+    short = make_recipe(rollouts=3, token_budget=budget)
+    trainer = start(short, "short")
+    trainer.run(lambda record: None)
+    assert trainer.rollout == 2
+    again = start(short, "short", resume=True)
+    again.run(lambda record: pytest.fail("the budget was spent before"))
+    assert again.rollout == 2
+
+
 def test_undo_needs_the_snapshot(make_recipe: MakeRecipe, start: Callable[..., Trainer]) -> None:
     trainer = start(make_recipe(rollouts=1, veto_snapshot=False))
     trainer.run(lambda record: None)

@@ -59,7 +59,8 @@ def accuracy(loaded: Loaded, variant: Any, sample: bool) -> float:
 @pytest.mark.parametrize(
     ("name", "variant", "parameters", "greedy", "sampled"),
     [("digits", "ops6x2", 85_760, (0.04, 0.14), (0.14, 0.23)),
-     ("sort6", "sort6", 190_080, (0.38, 0.60), (0.11, 0.25))],
+     ("sort6", "sort6", 190_080, (0.38, 0.60), (0.11, 0.25)),
+     ("unique6", "unique6", 190_080, (0.40, 0.64), (0.16, 0.30))],
 )  # fmt: skip
 def test_a_built_in_model_starts_half_skilled(
     name: str, variant: Any, parameters: int, greedy: Any, sampled: Any, tmp_path: Path

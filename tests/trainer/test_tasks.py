@@ -52,13 +52,16 @@ def test_an_eighth_of_all_prompts_is_held_out_by_the_hash_of_the_prompt() -> Non
 
 @pytest.mark.parametrize(
     ("prompt", "answer"),
-    [("a724915>", "124579"), ("d724915>", "975421"), ("s700070>", "000077"), ("d000001>", "100000")],
-)
-def test_the_letter_decides_the_order(prompt: str, answer: str) -> None:
+    [("a724915>", "124579"), ("d724915>", "975421"), ("s700070>", "000077"), ("d000001>", "100000"),
+     ("u727915>", "72915"), ("u000000>", "0"), ("u123456>", "123456")],
+)  # fmt: skip
+def test_the_letter_decides_what_is_asked(prompt: str, answer: str) -> None:
     assert solve(prompt) == answer
 
 
-@pytest.mark.parametrize(("variant", "letters"), [("ops6x2", {"a", "d"}), ("sort6", {"s"})])
+@pytest.mark.parametrize(
+    ("variant", "letters"), [("ops6x2", {"a", "d"}), ("sort6", {"s"}), ("unique6", {"u"})]
+)
 def test_digits_have_many_distinct_prompts_of_one_length(
     variant: Any, letters: set[str], tokenizer: Any
 ) -> None:

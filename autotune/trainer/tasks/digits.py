@@ -1,12 +1,13 @@
-"""The embedded task: put six digits in the order that a letter asks for.
+"""The embedded tasks: do to six digits what a letter asks for.
 
-    ops6x2   a724915> -> 124579 (ascending)      d724915> -> 975421 (descending)
-    sort6    s724915> -> 124579 (always ascending)
+    ops6x2    a724915> -> 124579 (ascending)      d724915> -> 975421 (descending)
+    sort6     s724915> -> 124579 (always ascending)
+    unique6   u727915> -> 72915 (each digit once, in the order of its first place)
 
-Every prompt is eight characters and every answer six digits and the end token, so nothing is
-ever padded or truncated by accident and exact match is the whole truth. There are a million
-digit strings per letter; the held-out eighth is excluded from the warm start of the built-in
-models as well as from training.
+Every prompt is eight characters. Answers are six digits and the end token, so nothing is ever
+padded or truncated by accident; those of `unique6` have one to six digits. Exact match is the
+whole truth. There are a million digit strings per letter; the held-out eighth is excluded from
+the warm start of the built-in models as well as from training.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from autotune.recipe.schema import DigitsTask
 
 DIGITS = 6
-LETTERS: dict[str, str] = {"ops6x2": "ad", "sort6": "s"}
+LETTERS: dict[str, str] = {"ops6x2": "ad", "sort6": "s", "unique6": "u"}
 """Variant -> the instruction letters that its prompts begin with."""
 
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 32768, 2048
@@ -33,8 +34,11 @@ PROMPT_SEED = 20_000
 
 
 def solve(prompt: str) -> str:
-    """The right answer: `d` sorts descending, every other letter ascending."""
-    return "".join(sorted(prompt[1 : 1 + DIGITS], reverse=prompt[0] == "d"))
+    """The right answer: `u` keeps each digit once, `d` sorts descending, other letters ascending."""
+    given = prompt[1 : 1 + DIGITS]
+    if prompt[0] == "u":
+        return "".join(dict.fromkeys(given))
+    return "".join(sorted(given, reverse=prompt[0] == "d"))
 
 
 def prompts(variant: str, seed: int, held_out: bool) -> Iterator[str]:
