@@ -275,7 +275,7 @@ class Controller:
         return self._immovable.get(policy.id, "")
 
     def _no_knob(self, policy: Policy) -> str:
-        movable = [all(self.facts.can_move(r) for r in expand(k)) for k in policy.moves]
+        movable = [all(self.facts.can_speak_of(r) for r in expand(k)) for k in policy.moves]
         stuck = policy.moves and not any(movable)
         return f"{' and '.join(policy.moves)} cannot be changed in this run" if stuck else ""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from autotune.knobs import Capability
+from autotune.knobs import Capability, Liveness
 
 
 class Kind(StrEnum):
@@ -76,9 +76,21 @@ class RunFacts:
     """Rollouts between sampling and update (0: synchronous)."""
     reward_maximum: float | None = None
     """Upper end of the reward where it is known (1.0 for exact match)."""
+    fixed_micro_batch: int = 1
+    """Samples of a backward pass, in a trainer that cannot cut them anew while it runs; else 1."""
+
+    @property
+    def cut(self) -> int:
+        """Samples that every mini-batch must be a multiple of: whole micro batches on every rank."""
+        return self.world_size * self.fixed_micro_batch
 
     def can_move(self, knob: str) -> bool:
         return knob in self.knob_capability and self.knob_capability[knob].acts
+
+    def can_speak_of(self, knob: str) -> bool:
+        """Whether a rule may propose it: what needs a restart cannot move, but makes good advice."""
+        found = self.knob_capability.get(knob)
+        return found is not None and (found.acts or found.state == Liveness.RESTART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ A finding is `ok`, `note` (works, but know it), or `bad` (the thing asked for ca
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -29,6 +28,7 @@ from rich.text import Text
 
 import autotune
 from autotune.errors import EnvironmentProblem, InputError
+from autotune.provenance import policies_hash
 from autotune.recipe import Recipe
 
 
@@ -98,7 +98,7 @@ NEEDED = ("torch", "transformers", "deepspeed", "tokenizers", "safetensors")
 
 TRAINERS: dict[str, tuple[Package, ...]] = {
     "native": (),
-    "trl": (Package("trl", "1.10", "2", ""),),
+    "trl": (Package("trl", "1.16", "1.17", ""),),
     "verl": (Package("verl", "0.9", "0.10", ""), Package("transformers", "5.5", "5.11", "")),
     "openrlhf": (
         Package("openrlhf", "0.11", "0.12", ""),
@@ -106,16 +106,6 @@ TRAINERS: dict[str, tuple[Package, ...]] = {
     ),
 }
 """Trainer -> packages and versions that its adapter is meant for."""
-
-POLICY_SOURCES = (
-    "statistics.py",
-    "history.py",
-    "guards.py",
-    "judge.py",
-    "ledger.py",
-    "controller.py",
-)
-
 
 RENAMED: dict[str, dict[str, str]] = {
     "native": {},
@@ -359,17 +349,6 @@ def environment() -> dict[str, Any]:
         "git_commit": git_commit(),
         "policies_sha256": policies_hash(),
     }
-
-
-def policies_hash() -> str:
-    """Hash of all code that decides: a replay under other rules can say so."""
-    package = Path(autotune.__file__).parent
-    files = [package / name for name in POLICY_SOURCES] + sorted((package / "policies").glob("*.py"))
-    total = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            total.update(f"{file.name}\0".encode() + file.read_bytes())
-    return total.hexdigest()
 
 
 def git_commit() -> str | None:

@@ -182,7 +182,7 @@ def _clip_factor(factor: float, ctx: Context) -> float:
 def _on_lattice(knob: str, value: float, ctx: Context) -> float:
     train, n = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"])
     if knob == "ppo_mini_batch_size":
-        return min(mini_batch_lattice(train, n, ctx.facts.world_size), key=lambda m: abs(m - value))
+        return min(mini_batch_lattice(train, n, ctx.facts.cut), key=lambda m: abs(m - value))
     if knob == "rollout_micro_batch_size":
         return min(divisors(train * n // ctx.facts.world_size), key=lambda m: abs(m - value))
     return float(round(value)) if KNOBS[expand(knob)[0]].integer else value
@@ -217,7 +217,7 @@ def _amount_of_data(knob: str, value: int, ctx: Context) -> dict[str, float]:
     train = value if knob == "train_batch_size" else value * sampled // n
     now, mini = int(ctx.knobs["train_batch_size"]), int(ctx.knobs["ppo_mini_batch_size"])
     per_epoch = max(now // mini, 1)
-    lattice = mini_batch_lattice(train, n, ranks)
+    lattice = mini_batch_lattice(train, n, ctx.facts.cut)
     fitted = min(lattice, key=lambda m: abs(m - train / per_epoch))
     wanted = int(ctx.facts.knobs["micro_batch_size"])
     return {

@@ -25,11 +25,11 @@ from rich.text import Text
 
 from autotune.controller import Controller, ControlSettings
 from autotune.decisions import Decision, applied_from_json, command_from_json, to_json
-from autotune.doctor import policies_hash
 from autotune.errors import InputError, JournalError
 from autotune.hooks.schedule import ScheduleFollower
 from autotune.journal import Line, inspect_journal, plain, winning_lines
 from autotune.metrics import Snapshot
+from autotune.provenance import policies_hash
 from autotune.recipe import ControlSection, KnobSchedule, facts_from_json, schedule_of
 
 NOT_FINITE = ("nan", "inf", "-inf")

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("preflight", "procedure", "catalogue"),
     ),
     # L2: what a run is told and what it says. pydantic, ruamel.yaml.
-    ("recipe", "journal", "story", "commands"),
+    ("recipe", "journal", "story", "commands", "provenance"),
     # L3: sensing, acting, showing.
     ("logs", "trainer", "hooks", "tracking", "screen"),
     # L4: where trainer, adapter, controller and sinks meet.
@@ -51,8 +51,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "ruamel": ("recipe", "hooks"),
     "rich": ("screen", "check", "doctor", "replay", "advise", "run", "ctl", "report", "cli"),
     "typer": ("cli",),
-    "torch": ("trainer",),
-    "transformers": ("trainer",),
+    "torch": ("trainer", "hooks.trl"),
+    "transformers": ("trainer", "hooks.trl"),
     "deepspeed": ("trainer",),
     "safetensors": ("trainer",),
     "tokenizers": ("trainer",),

@@ -18,38 +18,13 @@ from autotune.errors import InputError
 from autotune.knobs import KNOBS, Capability, Liveness, expand
 from autotune.logs import Survey
 from autotune.metrics import METRICS, Validity
+from autotune.policies.reads import NOISE, READS
 
 if TYPE_CHECKING:
     from autotune.recipe.schema import Recipe
 
 NOT_KNOWN = "not_known"
 """Capability state of a knob that nobody told us."""
-
-_BATCH = ("train_batch_size", "rollout_n", "ppo_mini_batch_size", "ppo_epochs")
-_NOISE = ("train_batch_size", "rollout_n")
-
-READS: dict[str, tuple[str, ...]] = {
-    "A1": _BATCH,
-    "A2": _BATCH,
-    "A3": _BATCH,
-    "A4": _BATCH,
-    "B1": (*_NOISE, "rollout_micro_batch_size"),
-    "B2": ("num_rollout_batches",),
-    "B3a": ("kl_coef", *_NOISE),
-    "B3b": ("kl_coef", *_NOISE),
-    "B3c": ("kl_coef", *_NOISE),
-    "B4a": (*_BATCH, "clip_range_low", "clip_range_high"),
-    "B4b": (*_BATCH, "clip_range_low", "clip_range_high"),
-    "B5a": _NOISE,
-    "B5b": (*_NOISE, "critic_learning_rate"),
-    "B6": ("max_response_length",),
-    "B6p": ("max_prompt_length",),
-    "X3": ("max_response_length",),
-    "X5": ("kl_coef", *_NOISE),
-    "XE": (*_BATCH, "clip_range_high"),
-    "XT": ("temperature",),
-}
-"""Rule -> knobs it computes with."""
 
 _NEUTRAL: dict[str, float] = {
     "ppo_epochs": 1,
@@ -141,7 +116,7 @@ def _vector(found: Survey, known: Mapping[str, float]) -> tuple[dict[str, float]
     """A full knob vector and what the noise floor stands on."""
     k, responses = found.steps_per_row, found.log.hints.responses
     vector = {**_NEUTRAL, **known}
-    if all(name in known for name in _NOISE):
+    if all(name in known for name in NOISE):
         prompts, group = known["train_batch_size"], known["rollout_n"]
         words = f"{prompts:g} prompts x {group:g} responses a rollout"
     elif responses:

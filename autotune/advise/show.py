@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.advise.known import READS
 from autotune.advise.shadow import Said, Shadow
 from autotune.advise.verdict import Kind, Verdict
 from autotune.decisions import to_json
+from autotune.policies.reads import READS
 
 STYLES: dict[Kind, tuple[str, str]] = {
     Kind.HEALTHY: ("✓", "bold green"),

@@ -24,6 +24,7 @@ from autotune.decisions import Applied, Decision, Restore, RunFacts
 from autotune.errors import AdapterError
 from autotune.knobs import KNOBS, updates_per_rollout
 from autotune.metrics import Reading, Snapshot, Validity, read_metric
+from autotune.trainer.records import RolloutRecord
 
 RATIO_METRICS = ("clip_ratio", "ratio_low", "ratio_in", "ratio_high", "policy_ratio")
 """Functions of the policy ratio: constants when a rollout has a single update."""
@@ -33,7 +34,7 @@ NOISY_METRICS = ("kl_step", "kl_ref", "entropy", "grad_norm", "loss", "reward_me
 
 
 class Adapter(Protocol):
-    """One trainer behind the seam; `autotune.testing.contracts.AdapterContract` tests it."""
+    """One trainer behind the seam; `autotune.testing.adapters.AdapterContract` tests it."""
 
     def facts(self) -> RunFacts:
         """The run's structure: which knobs can move, which metrics can be sensed, and why not."""
@@ -218,3 +219,35 @@ class FrozenDetector:
     def _frozen(self, name: str, value: float) -> Reading:
         reason = f"{name} has been exactly {value!r} for {self.runs[name][1]} rollouts"
         return Reading(None, Validity.FROZEN, reason)
+
+    def state(self) -> dict[str, list[float]]:
+        """JSON state for a checkpoint."""
+        return {name: list(seen) for name, seen in self.runs.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.runs = {name: (last, count) for name, (last, count) in state.items()}
+
+
+def snapshot_of(record: RolloutRecord, facts: RunFacts, frozen: FrozenDetector) -> Snapshot:
+    """One rollout's record, judged: what is known, and why the rest is not.
+
+    The record carries its own index, which is believed: the controller checks its order.
+    """
+    knobs = dict(record.knobs)
+    readings = judge(record.scalars, facts, knobs)
+    responses = int(knobs["train_batch_size"] * knobs["rollout_n"])
+    blind = {name for name in RATIO_METRICS if name in readings and readings[name].reason}
+    return Snapshot(
+        rollout=record.rollout,
+        knobs=knobs,
+        readings=frozen.check(readings, responses),
+        epoch=record.epoch,
+        per_update={n: tuple(v) for n, v in record.per_update.items() if n not in blind},
+        histograms={n: tuple(v) for n, v in record.histograms.items() if not _of(n, blind)},
+    )
+
+
+def _of(histogram: str, blind: set[str]) -> bool:
+    """`policy_ratio_last` goes where `policy_ratio` goes."""
+    return any(histogram.startswith(name) for name in blind)

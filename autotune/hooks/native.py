@@ -14,13 +14,7 @@ from typing import Any, Protocol
 
 from autotune.decisions import Applied, Decision, Restore, RunFacts, decision_from_json, to_json
 from autotune.errors import AdapterError
-from autotune.hooks.base import (
-    RATIO_METRICS,
-    FrozenDetector,
-    judge,
-    set_all_or_none,
-    vector_digest,
-)
+from autotune.hooks.base import FrozenDetector, set_all_or_none, snapshot_of, vector_digest
 from autotune.metrics import Snapshot
 from autotune.trainer.records import RolloutRecord
 
@@ -59,26 +53,15 @@ class NativeAdapter:
     def read(self, raw: RolloutRecord, rollout: int) -> Snapshot:
         """The record carries its own index, which is believed: the controller checks its order."""
         self._rollout = raw.rollout
-        knobs = dict(raw.knobs)
-        readings = judge(raw.scalars, self._facts, knobs)
-        responses = int(knobs["train_batch_size"] * knobs["rollout_n"])
-        blind = {name for name in RATIO_METRICS if name in readings and readings[name].reason}
-        return Snapshot(
-            rollout=raw.rollout,
-            knobs=knobs,
-            readings=self._frozen.check(readings, responses),
-            epoch=raw.epoch,
-            per_update={n: tuple(v) for n, v in raw.per_update.items() if n not in blind},
-            histograms={n: tuple(v) for n, v in raw.histograms.items() if not _of(n, blind)},
-        )
+        return snapshot_of(raw, self._facts, self._frozen)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON state for a checkpoint: how long each metric has stood still."""
-        return {"frozen": {name: list(seen) for name, seen in self._frozen.runs.items()}}
+        return {"frozen": self._frozen.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._frozen.runs = {name: (last, count) for name, (last, count) in state["frozen"].items()}
+        self._frozen.load(state["frozen"])
 
     def knobs(self) -> dict[str, float]:
         return self.trainer.live.vector()
@@ -134,8 +117,3 @@ class NativeAdapter:
 def _group() -> Any:
     """The ranks' way to talk. By name, since it needs torch and a run on one rank never asks for it."""
     return importlib.import_module("autotune.trainer.group")
-
-
-def _of(histogram: str, blind: set[str]) -> bool:
-    """`policy_ratio_last` goes where `policy_ratio` goes."""
-    return any(histogram.startswith(name) for name in blind)

@@ -403,4 +403,7 @@ def kl_steady(ctx: Context) -> bool:
 
 
 def no_reference(facts: RunFacts) -> str:
+    """Why no rule can steer the KL to a reference, or an empty string."""
+    if facts.loss_kind == "none":
+        return "this loss (DPO and its kin) has no KL penalty: its reference is part of the loss itself"
     return "" if facts.has_reference else "kl_coef is 0: there is no reference model to measure against"

@@ -36,7 +36,7 @@ from autotune.statistics import median
 def mini_batch_for(ctx: Context, low: int, high: int) -> int | None:
     """Lattice value whose U lies in [low, high] and is nearest to the present U; None if none."""
     lattice = mini_batch_lattice(
-        int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"]), ctx.facts.world_size
+        int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"]), ctx.facts.cut
     )
     fitting = [m for m in lattice if low <= _updates_at(ctx, m) <= high]
     return min(fitting, key=lambda m: abs(_updates_at(ctx, m) - ctx.updates)) if fitting else None
@@ -45,7 +45,7 @@ def mini_batch_for(ctx: Context, low: int, high: int) -> int | None:
 def notch(ctx: Context, step: int) -> int | None:
     """The next lattice value of `ppo_mini_batch_size`, `step` +1 up or -1 down."""
     lattice = mini_batch_lattice(
-        int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"]), ctx.facts.world_size
+        int(ctx.knobs["train_batch_size"]), int(ctx.knobs["rollout_n"]), ctx.facts.cut
     )
     now = ctx.knobs["ppo_mini_batch_size"]
     onward = [m for m in lattice if (m - now) * step > 0]
@@ -234,7 +234,7 @@ class ClipTooHigh(Policy):
 def clip_blocked(facts: RunFacts, knobs: Mapping[str, float]) -> str:
     """Why no rule can read the policy ratio here, or an empty string."""
     if facts.loss_kind == "none":
-        return "this loss has no policy ratio"
+        return "this loss (DPO and its kin) has no policy ratio: nothing is clipped"
     if updates_per_rollout(knobs) == 1:
         return "one update per rollout: the policy ratio is always 1, there is nothing to sense"
     return ""

@@ -4,7 +4,8 @@
     fake       FakeTrainer: the plant with a trainer's outside, and its adapter
     faults     what can be broken on purpose
     worlds     causes and sensors that the plant itself has not: GPU memory, a critic, stale data
-    contracts  AdapterContract and PolicyContract: subclass them in your own tests
+    adapters   AdapterContract and GuestContract: subclass them in your own tests
+    contracts  PolicyContract, and both of these again
 
 Importing this package loads numpy and nothing heavier.
 """

@@ -1,0 +1,1 @@
+"""TRL's GRPOTrainer: what is read, what is set, which versions were tested (`declared`)."""
