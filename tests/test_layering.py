@@ -63,6 +63,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "math_verify": ("trainer.rewards.mathematics",),
     "vllm": ("trainer.rollout",),
     "mlflow": ("tracking",),
+    "matplotlib": ("tracking.figures",),  # mlflow brings it
     "optuna": ("sweep",),
     "pandas": ("report",),
     "trl": ("hooks.trl",),

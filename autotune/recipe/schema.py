@@ -442,6 +442,8 @@ class MlflowSection(Section):
     """
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run beside the ones that every run gets."""
+    system_metrics: NonNegative = 10.0
+    """Seconds between two samples of CPU, memory, disk, network and GPU; 0 for none."""
 
 
 class TrackingSection(Section):

@@ -8,6 +8,8 @@ tracker, the run goes on, and `autotune sync RUN` is the same feeder run again t
     feeder   the process: tail the spool, deliver, finish; `python -m autotune.tracking.feeder RUN`
     spool    complete journal lines as they appear, and whether more can come
     payload  journal lines as params, metrics, tags and tables: pure functions
+    figures  the policy ratio's histograms as one picture
+    system   the machine sampled: CPU, memory, disk, network, GPU
     names    sanitising, flattening and cutting to MLflow's limits
     receipt  RUN/mlflow.json: which lines are known to be delivered, and where to
     book     what a sweep tells of itself and its trials; book_feeder delivers it

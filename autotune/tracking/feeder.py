@@ -21,25 +21,30 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError
+from autotune.metrics import RATIO_BINS
 from autotune.story import Line, Story
 from autotune.tracking import payload
-from autotune.tracking.names import METRICS_PER_CALL, params_of
+from autotune.tracking.figures import policy_ratio_png
+from autotune.tracking.names import METRICS_PER_CALL, chunks, params_of
 from autotune.tracking.patience import POLL_SECONDS, GaveUp, only_one, persist
 from autotune.tracking.payload import Point
 from autotune.tracking.receipt import URI_VARIABLE, Receipt, read_receipt, write_receipt
 from autotune.tracking.spool import Spool, parent_alive
 from autotune.tracking.store import Store, local_uri, safe_uri
+from autotune.tracking.system import FILE as SYSTEM
+from autotune.tracking.system import Sampler, sample_points
 
 TABLE_SECONDS = 20.0
 """Least seconds between two uploads of the decision table while the run goes on."""
 ARTIFACTS = ("journal.jsonl", "recipe.resolved.json", "environment.json")
-DECISIONS = "decisions.json"
+DECISIONS, FIGURE = "decisions.json", "figures/policy_ratio.png"
+SAMPLES_PER_CALL = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +79,10 @@ class Feeder:
         self._sent = 0
         self._store: Store | None = None
         self._table_rows, self._table_time = -1, 0.0
+        self._ratios: dict[int, list[float]] = {}
+        self._system = Spool(self.folder / SYSTEM, lambda: False)
+        self._samples: list[tuple[int, Line | None]] = []
+        """Samples of the machine, counted; delivered ones but for the last are dropped."""
 
     def feed(self) -> None:
         """Deliver until nothing more can come, then close the run.
@@ -104,9 +113,15 @@ class Feeder:
         kind, rollout = line.get("type"), int(line.get("rollout") or 0)
         if kind == "rollout":
             self._tell(kind, rollout, payload.rollout_points(line, self._after))
+            self._keep_histogram(line, rollout)
         elif kind == "eval":
             self._tell(kind, rollout, payload.eval_points(line, self._after))
         self.story.add(line)
+
+    def _keep_histogram(self, line: Line, rollout: int) -> None:
+        counts = ((line.get("snapshot") or {}).get("histograms") or {}).get("policy_ratio")
+        if counts and len(counts) == RATIO_BINS + 2:
+            self._ratios[rollout] = counts
 
     def _tell(self, kind: str, rollout: int, points: list[Point]) -> None:
         """Keep points unless an earlier line told of the same rollout: a resume repeats some."""
@@ -121,7 +136,18 @@ class Feeder:
             self._deliver_some(store)
         if self.receipt.lines < self._seen:
             self._sign(lines=self._seen)
+        self._send_system(store)
         self._send_table(store, always=False)
+
+    def _send_system(self, store: Store) -> None:
+        """Samples of the machine that are not delivered yet."""
+        self._samples += enumerate(self._system.take(), self._samples[-1][0] + 1 if self._samples else 0)
+        waiting = [(at, line) for at, line in self._samples if at >= self.receipt.system]
+        for some in chunks(waiting, SAMPLES_PER_CALL):
+            start = store.start_ms / 1000
+            store.log_points([p for at, line in some if line for p in sample_points(line, at, start)])
+            self._sign(system=some[-1][0] + 1)
+        self._samples = self._samples[-1:]
 
     def _deliver_some(self, store: Store) -> None:
         """About one call's worth of points, whole lines only, then the receipt for them."""
@@ -173,11 +199,24 @@ class Feeder:
             store.log_table(table, DECISIONS)
             self._table_rows, self._table_time = rows, now
 
+    def _send_figure(self, store: Store) -> None:
+        """The policy ratio over the rollouts, where there is what to draw and matplotlib to draw it."""
+        if not self._ratios:
+            return
+        knobs = {t: row.knobs for t, row in self.story.rows.items()}
+        ranges = {t: (k.get("clip_range_low"), k.get("clip_range_high")) for t, k in knobs.items()}
+        clip = {t: (1 - low, 1 + high) for t, (low, high) in ranges.items() if None not in (low, high)}
+        with contextlib.suppress(ImportError):
+            store.log_bytes(policy_ratio_png(self._ratios, clip), FIGURE)
+
     def _finish(self, status: str | None) -> None:
         if not self.story.header:
             return
         store = self._opened()
         self._send_table(store, always=True)
+        self._send_system(store)
+        self._send_figure(store)
+        store.remove_twins(self.receipt.key)
         store.set_tag("mlflow.note.content", payload.note(self.story))
         for name in ARTIFACTS:
             if (self.folder / name).exists():
@@ -245,11 +284,28 @@ def deliver(folder: Path, uri: str, follow: int | None, patience: float) -> int:
     alive = parent_alive(follow) if follow else lambda: False
     with only_one(folder / ".mlflow.lock", wait=30.0 if follow else 2.0):
         feeder = Feeder(folder, uri, Spool(folder / "journal.jsonl", alive), patience)
-        feeder.feed()
+        with sampled(folder, follow):
+            feeder.feed()
         ended = feeder.story.end is not None
         feeder.close(payload.status_of(feeder.story.end) if ended or follow else None)
     print(f"{feeder.receipt.lines} journal lines delivered to {safe_uri(uri)}, run {feeder.receipt.run_id}")
     return 0
+
+
+@contextlib.contextmanager
+def sampled(folder: Path, follow: int | None) -> Iterator[None]:
+    """The machine is sampled while a live run is followed, as often as its recipe wants."""
+    recipe = _json_file(folder / "recipe.resolved.json")
+    every = ((recipe.get("tracking") or {}).get("mlflow") or {}).get("system_metrics") or 0.0
+    if not (follow and every):
+        yield
+        return
+    sampler = Sampler(folder, float(every))
+    sampler.start()
+    try:
+        yield
+    finally:
+        sampler.stop()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

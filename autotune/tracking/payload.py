@@ -29,7 +29,10 @@ class Point:
 
 
 def rollout_points(line: Line, after: float) -> list[Point]:
-    """Everything valid of one rollout: metrics, `knob/…`, `time/…` and the actions taken on it."""
+    """Everything valid of one rollout: metrics, `knob/…`, `time/…` and the actions taken on it.
+
+    The actions are counts `control/…`, and marks `decision/RULE/KNOB`, `would/…`, `verdict/…`.
+    """
     row = row_of(line)
     values = clean_names(
         {
@@ -37,6 +40,7 @@ def rollout_points(line: Line, after: float) -> list[Point]:
             **row.metrics,
             **{f"knob/{name}": value for name, value in row.knobs.items()},
             **_control(row),
+            **dict(_marks(row)),
         }
     )
     known = {name: finite(value) for name, value in values.items()}
@@ -49,6 +53,19 @@ def _control(row: Row) -> dict[str, float]:
         return {}
     kinds = {"changes": What.CHANGE, "vetoes": What.VETO, "restores": What.RESTORE}
     return {f"control/{name}": float(sum(e.what is what for e in row.events)) for name, what in kinds.items()}
+
+
+VERDICTS = {"kept": 1.0, "inconclusive": 0.0, "reverted": -1.0}
+
+
+def _marks(row: Row) -> Iterator[tuple[str, float]]:
+    """Decisions as points of series of their own: what a knob was set to, how a change was judged."""
+    for event in reversed(row.events):  # of two on one knob the more telling, the first, stays
+        if event.what in (What.CHANGE, What.WOULD) and event.after is not None:
+            kind = "decision" if event.what is What.CHANGE else "would"
+            yield f"{kind}/{event.rule}/{event.knob}", event.after
+        elif event.what is What.VERDICT:
+            yield f"verdict/{event.rule}/{event.knob}", VERDICTS.get(event.outcome, 0.0)
 
 
 def eval_points(line: Line, after: float) -> list[Point]:

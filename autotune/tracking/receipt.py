@@ -36,6 +36,8 @@ class Receipt:
     """Highest rollout whose metrics were delivered."""
     eval: int = -1
     """Highest rollout whose held-out scores were delivered."""
+    system: int = 0
+    """Samples of system metrics behind us."""
     finished: bool = False
     """Artifacts and final status were delivered for the last `end` line."""
 

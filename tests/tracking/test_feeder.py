@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_every_point_once_and_in_order(folder: Path) -> None:
     assert history(folder, "knob/kl_coef") == [(t, 0.005) for t in range(6)]
     assert history(folder, "time/update") == [(t, 0.3) for t in range(6)]
     assert history(folder, "control/changes") == [(t, float(t == 2)) for t in range(6)]
+    assert history(folder, "decision/X1/actor_learning_rate") == [(2, 1.2e-4)]
     assert history(folder, "eval/greedy") == [(0, 0.1), (6, 0.9)]
     assert history(folder, "eval/sampled") == [(0, 0.2), (6, 0.8)]
 
@@ -97,6 +99,48 @@ def test_run_carries_params_tags_note_table_and_files(folder: Path) -> None:
     artifacts = {a.path: a for a in client(folder).list_artifacts(run.info.run_id)}
     assert set(artifacts) == {"journal.jsonl", "recipe.resolved.json", "decisions.json"}
     assert artifacts["journal.jsonl"].file_size == (folder / "journal.jsonl").stat().st_size
+
+
+def test_verdicts_and_would_be_changes_are_marks_too(folder: Path) -> None:
+    wish = j.change("A1", "ppo_epochs", 1, 2)
+    verdict = j.verdict("B4a", "clip_range_high", "reverted", 0)
+    j.write(folder, [j.header(), j.rollout(0, changes=[wish], act=False), j.rollout(1, verdicts=[verdict])])
+    assert feed(folder) == 0
+    assert history(folder, "would/A1/ppo_epochs") == [(0, 2.0)]
+    assert history(folder, "verdict/B4a/clip_range_high") == [(1, -1.0)]
+
+
+def test_histograms_become_a_figure_and_samples_of_the_machine_are_sent_once(folder: Path) -> None:
+    lines = whole_run()
+    for line in lines:
+        if line["type"] == "rollout":
+            line["snapshot"]["histograms"]["policy_ratio"] = [1.0] * 66
+    j.write(folder, lines[:5])
+    samples = [{"at": 1.8e9 + t, "values": {"cpu_utilization_percentage": 10.0 + t}} for t in range(100)]
+    (folder / "system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples[:45]))
+    assert feed(folder) == 0
+    with (folder / "system.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in samples[45:]))
+    j.write(folder, lines[5:], "a")
+    assert feed(folder) == 0
+    expected = [(t, 10.0 + t) for t in range(100)]
+    assert history(folder, "system/cpu_utilization_percentage") == expected
+    write_receipt(folder, replace(receipt(folder), system=0))  # a crash before the receipt
+    assert feed(folder) == 0
+    assert history(folder, "system/cpu_utilization_percentage") == expected
+    run = receipt(folder).run_id
+    assert [a.path for a in client(folder).list_artifacts(run, "figures")] == ["figures/policy_ratio.png"]
+
+
+def test_twin_that_a_slow_server_made_is_removed(folder: Path) -> None:
+    j.write(folder, whole_run()[:3])
+    assert feed(folder) == 0
+    first = receipt(folder)
+    twin = client(folder).create_run(first.experiment_id, tags={"autotune.delivery": first.key})
+    j.write(folder, whole_run()[3:], "a")
+    assert feed(folder) == 0
+    assert client(folder).get_run(twin.info.run_id).info.lifecycle_stage == "deleted"
+    assert history(folder, "reward_mean") == rewards(*range(6))
 
 
 def test_decision_table_is_one_that_mlflow_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
