@@ -50,6 +50,8 @@ LIMITS: dict[Key, tuple[float, str]] = {
     ("trainer", "critic_learning_rate"): (1.0, ""),
     ("trainer", "kl_coef"): (100.0, ""),
     ("trainer", "entropy_coef"): (100.0, ""),
+    ("trainer", "packing", "tokens"): (1 << 24, "tokens"),
+    ("trainer", "packing", "head_tokens"): (1 << 20, "positions"),
     ("trainer", "temperature"): (100.0, ""),
     ("trainer", "clip_range_high"): (100.0, ""),
     ("eval", "prompts"): (1 << 20, "prompts"),
@@ -218,6 +220,25 @@ def _kl(recipe: Recipe) -> Found:
         )
 
 
+def _packing(recipe: Recipe) -> Found:
+    packing, t = recipe.trainer.packing, recipe.trainer
+    if packing.enabled == "off" and packing.tokens is not None:
+        yield (
+            ("trainer", "packing", "tokens"),
+            f"received {packing.tokens} with enabled: off; padded micro batches are cut by"
+            " micro_batch_size; remove the line, or set enabled: on",
+        )
+    if packing.leave_out_quiet == "on" and (t.has_critic or t.kl.placement == "reward"):
+        why = "a critic learns from every response" if t.has_critic else "a KL in the reward is signal"
+        yield ("trainer", "packing", "leave_out_quiet"), f"received on, but {why}; set it to auto or off"
+    if packing.leave_out_quiet == "on" and (t.kl_coef > 0 or t.entropy_coef > 0):
+        yield (
+            ("trainer", "packing", "leave_out_quiet"),
+            f"received on with kl_coef {t.kl_coef:g} and entropy_coef {t.entropy_coef:g}, whose terms act"
+            " on every token; set it to auto or off, or both coefficients to 0",
+        )
+
+
 def _run_dir(recipe: Recipe) -> Found:
     folder = recipe.folder()
     fault = _folder_fault(folder)
@@ -338,6 +359,7 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _group,
     _critic,
     _kl,
+    _packing,
     _run_dir,
     _pins,
     _schedule,

@@ -220,6 +220,25 @@ class LrScheduleSection(Section):
     """Rollouts of linear warm-up."""
 
 
+class PackingSection(Section):
+    """Micro batches without padding, and what else makes updates fast without changing them.
+
+    `auto` means: where the trainer runs on a GPU. On a CPU padded batches are kept, bit for bit."""
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    """Lay the sequences of a micro batch one after the other, and keep no logits (`head_tokens`)."""
+    tokens: Count | None = None
+    """Tokens of a micro batch; then `micro_batch_size`, in samples, is not used for cutting. Never
+    changes the result. A sample that is longer makes a micro batch of its own."""
+    head_tokens: Count = 4096
+    """Response positions whose logits exist at the same time."""
+    leave_out_quiet: Literal["auto", "on", "off"] = "auto"
+    """Groups without signal (advantages 0) get no backward pass. Their tokens still count in the loss's
+    average, so the gradient is the same. Not done while the KL or entropy coefficient is above 0, with
+    `algorithm: ppo`, with the KL in the reward, or on several ranks. `ratio_*` and `kl_step` per
+    update are then over the tokens trained on; `clip_ratio` is over all of them."""
+
+
 CLIP_RANGES: dict[str, tuple[float, float]] = {
     "grpo": (0.2, 0.2),
     "dr_grpo": (0.2, 0.2),
@@ -262,6 +281,7 @@ class TrainerSection(Section):
     """Samples per backward pass; never changes the result."""
     rollout_micro_batch_size: Count = 512
     """Samples generated at once."""
+    packing: PackingSection = PackingSection()
     kl_coef: NonNegative = 0.005
     """Weight of the KL to the reference; 0 builds no reference model."""
     kl: KlSection = KlSection()

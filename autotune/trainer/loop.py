@@ -21,7 +21,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.decisions import RunFacts
@@ -46,6 +48,7 @@ from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
 from autotune.trainer.mismatch import OldLogProbs, Trust, old_log_probs
 from autotune.trainer.order import Stream, torch_seed
+from autotune.trainer.packing import Packing, packs
 from autotune.trainer.parts import build_parts
 from autotune.trainer.ranks import Rows
 from autotune.trainer.records import RolloutRecord
@@ -53,6 +56,7 @@ from autotune.trainer.rollout.base import Draw, pad_prompts
 from autotune.trainer.schedule import factor
 from autotune.trainer.update import (
     BatchKnobs,
+    Cutter,
     Experience,
     MicroBatch,
     MiniBatch,
@@ -61,7 +65,6 @@ from autotune.trainer.update import (
     fixed_subset,
     make_plan,
     measure_drift,
-    micro_batches,
     score_samples,
     seeded_dropout,
     with_signal,
@@ -108,6 +111,7 @@ class Trainer:
         self._on_event = on_event or (lambda name, payload: None)
         self._extra_state = extra_state or dict
         self.parts = build_parts(recipe, self.folder)
+        self._packed = packs(recipe.trainer.packing, self.parts.model, self.parts.engine.device)
         self._interrupts = TogetherInterrupts(self.parts.ranks.size)
         self._before: list[object] = []  # snapshots of every engine from before this rollout's updates
         self._half_done = False  # this rollout's updates have begun, its record is not out
@@ -241,7 +245,7 @@ class Trainer:
                 with clock.phase("rollout"):
                     data = self._collect()
                 self._interrupts.obey()
-                plan = self._plan(data.kept)
+                plan = self._plan(data)
                 meters = self._meters(len(plan))
                 experience = self._experience(data, plan, meters, clock)
             plan = with_signal(plan, experience.advantages)
@@ -300,7 +304,8 @@ class Trainer:
         self._tell_news()
         return samples, scores
 
-    def _plan(self, samples: Samples) -> list[MiniBatch]:
+    def _plan(self, data: Collected) -> list[MiniBatch]:
+        samples = data.kept
         plan = make_plan(
             samples.lengths,
             torch.ones(len(samples.lengths)),  # whether there is signal is known later
@@ -308,10 +313,41 @@ class Trainer:
             (self.recipe.seed, self.rollout),
             self.parts.ranks,
             self.parts.engine.device,
+            self._packing(samples),
+            self._quiet(data),
         )
         # A rank with one backward pass more would wait in it for the others, and they elsewhere.
         agree_on("the micro-batches of every update", [len(mini.micro) for mini in plan])
         return plan
+
+    def _cutter(self, samples: Samples) -> Cutter:
+        size, ranks = self.live.count("micro_batch_size"), self.parts.ranks
+        return Cutter(samples.lengths, size, ranks, self.parts.engine.device, self._packing(samples))
+
+    def _packing(self, samples: Samples) -> Packing | None:
+        if not self._packed:
+            return None
+        section, batch = self.recipe.trainer.packing, samples.batch
+        group = len(samples.lengths) // len(samples.prompt_lengths)
+        return Packing(
+            prompt_lengths=samples.prompt_lengths.repeat(group),
+            prompt_width=batch.prompt_ids.shape[1],
+            response_width=batch.response_ids.shape[1],
+            budget=section.tokens,
+            chunk=section.head_tokens,
+        )
+
+    def _quiet(self, data: Collected) -> NDArray[np.bool_] | None:
+        """Samples whose advantage is 0 while nothing else acts on them, [N]; None to train on all."""
+        trainer, knobs = self.recipe.trainer, self._loss_knobs()
+        wanted = trainer.packing.leave_out_quiet
+        wanted_here = wanted == "on" or (wanted == "auto" and self._packed)
+        acts_on_all = trainer.has_critic or trainer.kl.placement == "reward"
+        if not wanted_here or acts_on_all or knobs.kl_coef > 0 or knobs.entropy_coef > 0:
+            return None
+        algorithm = ALGORITHMS[trainer.algorithm]
+        credit = group_credit(algorithm, data.rewards, None, self.live.count("rollout_n"))
+        return (credit.advantages == 0).numpy()
 
     def _meters(self, updates: int) -> Meters:
         return Meters(
@@ -349,13 +385,12 @@ class Trainer:
     def _old_log_probs(self, samples: Samples, micro: list[MicroBatch]) -> OldLogProbs:
         """The trainer's log-probs of the sampling weights, or the sampler's where these may stand in."""
         parts, rollout = self.parts, self.recipe.rollout
-        size = self.live.count("micro_batch_size")
 
         def score(rows: Rows | None) -> tuple[Tensor, Tensor]:
             some = micro
             if rows is not None:
                 mine = parts.ranks.share(rows)
-                some = list(micro_batches(mine, samples.lengths, size, parts.engine.device))
+                some = list(self._cutter(samples).of_one_rank(mine))
             batch, temperature = samples.batch, self.live["temperature"]
             return score_samples(parts.model, batch, some, temperature, parts.ranks, with_entropy=True)
 
@@ -433,15 +468,8 @@ class Trainer:
 
     def _measure_drift(self, experience: Experience, samples: Samples, meters: Meters) -> None:
         subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
-        measure_drift(
-            self.parts.model,
-            experience,
-            self.parts.ranks.share(subset),
-            samples.lengths,
-            self.live.count("micro_batch_size"),
-            self.live["temperature"],
-            meters,
-        )
+        parts = self._cutter(samples).of_one_rank(self.parts.ranks.share(subset))
+        measure_drift(self.parts.model, experience, parts, self.live["temperature"], meters)
 
     def _scalars(
         self,

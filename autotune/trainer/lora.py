@@ -57,6 +57,11 @@ class WithoutAdapters(nn.Module):
         super().__init__()
         self._adapted = [adapted]  # in a list: it is not a part of this module
 
+    @property
+    def adapted(self) -> Any:
+        """The model whose adapters are switched off."""
+        return self._adapted[0]
+
     def train(self, mode: bool = True) -> WithoutAdapters:
         self._adapted[0].train(mode)
         return self

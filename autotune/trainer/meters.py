@@ -32,9 +32,10 @@ from autotune.trainer.ranks import Ranks
 
 UPDATE_SUMS = (
     *("tokens", "ratios", "clipped", "low", "in", "high"),
-    *("kl_step", "kl_ref", "loss", "grad_norm", "value_loss"),
+    *("kl_step", "kl_ref", "loss", "grad_norm", "value_loss", "left_out"),
 )
-"""`ratios` is how many there were: one per token, or one per response."""
+"""`ratios` is how many there were: one per token, or one per response; `left_out` how many there would
+have been in samples without signal. Those are never clipped, so the clip share counts them."""
 ROLLOUT_SUMS = ("tokens", "entropy", "kl_ref", "kl_mismatch", "last_tokens", "kl_step_last")
 _BINS = RATIO_BINS + 2
 
@@ -160,6 +161,12 @@ class Meters:
         self._count_ratios(update, log_ratio, units)
 
     @torch.no_grad()
+    def add_left_out(self, update: int, mask: Tensor) -> None:
+        """Samples without signal that were not trained on, [B, R]: ratios nobody computed."""
+        units = mask if self._ratio == "token" else mask.any(dim=1)
+        self._add(self._rows[update], UPDATE_SUMS, "left_out", units.sum())
+
+    @torch.no_grad()
     def add_value_loss(self, update: int, loss: Tensor) -> None:
         """The critic's loss on one micro batch: this rank's part of the mini-batch's."""
         self._add(self._rows[update], UPDATE_SUMS, "value_loss", loss.detach().double())
@@ -182,6 +189,7 @@ class Meters:
         total = ranks.sum(self._buffer).cpu()
         rows, histograms, rollout = self._views(total)
         columns = dict(zip(UPDATE_SUMS, rows.T.tolist(), strict=True))
+        columns["all_ratios"] = [a + b for a, b in zip(columns["ratios"], columns["left_out"], strict=True)]
         sums = dict(zip(ROLLOUT_SUMS, rollout.tolist(), strict=True))
         return Measured(
             per_update=self._per_update(columns),
@@ -201,7 +209,7 @@ class Meters:
 
     def _per_update(self, columns: dict[str, list[float]]) -> dict[str, list[float]]:
         shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
-        means = dict.fromkeys(shares.values(), "ratios") | {"kl_step": "tokens"}
+        means = dict.fromkeys(shares.values(), "ratios") | {"clipped": "all_ratios", "kl_step": "tokens"}
         names = {column: name for name, column in shares.items()}
         if self._has_reference:
             means["kl_ref"] = "tokens"
@@ -220,6 +228,7 @@ class Meters:
         counts = sum(columns["ratios"])
         shares = {"clip_ratio": "clipped", "ratio_low": "low", "ratio_in": "in", "ratio_high": "high"}
         scalars = {name: _ratio(sum(columns[column]), counts) for name, column in shares.items()}
+        scalars["clip_ratio"] = _ratio(sum(columns["clipped"]), sum(columns["all_ratios"]))
         scalars |= {name: sum(columns[name]) / self._updates for name in self._losses()}
         scalars["entropy"] = _ratio(sums["entropy"], sums["tokens"])
         scalars["kl_step"] = _ratio(sums["kl_step_last"], sums["last_tokens"])

@@ -7,6 +7,10 @@ at a rollout's first update the ratio *is* 1 and everything clip-shaped is 0, no
 An update is skipped, on all ranks alike, only when it has nothing to say: every advantage 0 while
 the KL and entropy coefficients are 0, or no response token at all. (Adam's momentum would move the
 weights on zero gradients.) Its tokens are measured all the same.
+
+Within an update, samples without signal can be left out of the backward passes on the same
+condition (`make_plan(quiet=...)`): what they would add to the gradient is exactly 0. **The loss is
+still divided by all tokens of the mini-batch, left-out ones included**, so the gradient is the same.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from autotune.trainer.algorithms.ppo import value_loss
@@ -30,6 +35,14 @@ from autotune.trainer.forward import (
 from autotune.trainer.losses import Counts, LossKnobs, policy_loss
 from autotune.trainer.meters import Meters
 from autotune.trainer.order import mini_batches
+from autotune.trainer.packing import (
+    Layout,
+    Packing,
+    cut_alike,
+    make_layout,
+    packed_log_probs,
+    token_counts,
+)
 from autotune.trainer.ranks import Ranks, Rows
 
 
@@ -41,6 +54,8 @@ class MicroBatch:
     """Sample indices on the device, int64 [b]."""
     width: int
     """Longest response among them: columns beyond are padding and left out."""
+    layout: Layout | None = None
+    """Where its tokens lie when it is packed; None when it is padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,8 @@ class MiniBatch:
     """Response tokens over all ranks: the loss's normaliser."""
     signal: bool
     """Whether some advantage of it, on any rank, is not 0."""
+    left_out: tuple[MicroBatch, ...] = ()
+    """This rank's samples without signal, when they are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,8 @@ def make_plan(
     key: tuple[int, int],
     ranks: Ranks,
     device: torch.device,
+    packing: Packing | None = None,
+    quiet: NDArray[np.bool_] | None = None,
 ) -> list[MiniBatch]:
     """All U mini-batches of a rollout, epoch after epoch.
 
@@ -112,16 +131,29 @@ def make_plan(
         key: (seed, rollout), which fixes the order.
         ranks: this process among its peers.
         device: where indices are needed.
+        packing: lays micro batches out without padding; None pads them.
+        quiet: samples that need not be trained on, [N]; None trains on all.
     """
     n = knobs.rollout_n
+    cutter = Cutter(lengths, knobs.micro_batch_size, ranks, device, packing)
     order = mini_batches(len(lengths) // n, knobs.ppo_mini_batch_size, knobs.ppo_epochs, *key)
     nonzero = advantages.numpy() != 0  # [N]
     plan = []
     for prompts in order:
         rows = (prompts[:, None] * n + np.arange(n)).ravel()  # [mini n]: whole groups
-        micro = micro_batches(ranks.share(rows), lengths, knobs.micro_batch_size, device)
-        plan.append(MiniBatch(micro, rows, int(lengths[rows].sum()), bool(nonzero[rows].any())))
+        loud, still = _without_quiet(rows, quiet, ranks)
+        signal = bool(nonzero[rows].any())
+        left_out = cutter.parts(still) if len(still) else ()
+        plan.append(MiniBatch(cutter.parts(loud), rows, int(lengths[rows].sum()), signal, left_out))
     return plan
+
+
+def _without_quiet(rows: Rows, quiet: NDArray[np.bool_] | None, ranks: Ranks) -> tuple[Rows, Rows]:
+    """Samples to train on, and those left out; all of the first where not every rank would have some."""
+    nothing = rows[:0]
+    if quiet is None or ranks.size > 1 or quiet[rows].all():
+        return rows, nothing
+    return rows[~quiet[rows]], rows[quiet[rows]]
 
 
 def with_signal(plan: Sequence[MiniBatch], advantages: Tensor) -> list[MiniBatch]:
@@ -130,14 +162,55 @@ def with_signal(plan: Sequence[MiniBatch], advantages: Tensor) -> list[MiniBatch
     return [replace(mini, signal=bool(nonzero[mini.rows].any())) for mini in plan]
 
 
-def micro_batches(rows: Rows, lengths: Rows, size: int, device: torch.device) -> tuple[MicroBatch, ...]:
-    parts = [part for part in np.split(rows, range(size, len(rows), size)) if len(part)]
-    return tuple(MicroBatch(torch.from_numpy(part).to(device), int(lengths[part].max())) for part in parts)
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts samples into this rank's micro batches: by samples, or packed by tokens."""
+
+    lengths: Rows
+    size: int
+    """Samples of a micro batch."""
+    ranks: Ranks
+    device: torch.device
+    packing: Packing | None = None
+
+    def parts(self, rows: Rows) -> tuple[MicroBatch, ...]:
+        """This rank's part of `rows`, in micro batches of which every rank has as many."""
+        if self.packing is not None and self.packing.budget is not None:
+            sizes = token_counts(self.lengths, self.packing)
+            return self.made(cut_alike(rows, sizes, self.packing.budget, self.ranks))
+        return self.of_one_rank(self.ranks.share(rows))
+
+    def of_one_rank(self, rows: Rows) -> tuple[MicroBatch, ...]:
+        """All of `rows`, which are this rank's, cut by samples."""
+        parts = np.split(rows, range(self.size, len(rows), self.size))
+        return self.made([part for part in parts if len(part)])
+
+    def made(self, parts: Sequence[Rows]) -> tuple[MicroBatch, ...]:
+        return tuple(self._made(part) for part in parts)
+
+    def _made(self, rows: Rows) -> MicroBatch:
+        index = torch.from_numpy(rows).to(self.device)
+        if self.packing is None:
+            return MicroBatch(index, int(self.lengths[rows].max()))
+        layout = make_layout(rows, self.lengths, self.packing, self.device)
+        return MicroBatch(index, layout.shape[1], layout)
 
 
 def first_epoch(plan: Sequence[MiniBatch], epochs: int) -> list[MicroBatch]:
     """Micro batches that together hold each of this rank's samples once."""
-    return [micro for mini in plan[: len(plan) // epochs] for micro in mini.micro]
+    return [micro for mini in plan[: len(plan) // epochs] for micro in (*mini.micro, *mini.left_out)]
+
+
+def micro_log_probs(
+    model: nn.Module, batch: TokenBatch, micro: MicroBatch, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of a micro batch's response tokens and, if asked for, their entropies, [b, width]."""
+    if micro.layout is not None:
+        return packed_log_probs(model, batch, micro.layout, temperature, with_entropy)
+    rows = batch.rows(micro.index, micro.width)
+    if with_entropy:
+        return log_probs_and_entropy(model, rows, temperature)
+    return response_log_probs(model, rows, temperature), None
 
 
 @torch.no_grad()
@@ -158,13 +231,10 @@ def score_samples(
     log_probs = torch.zeros(shape, device=device)  # [N, R]
     entropy = torch.zeros(shape if with_entropy else (0, 0), device=device)  # [N, R]
     for micro in micro_batches:
-        rows = batch.rows(micro.index, micro.width)
-        if with_entropy:
-            log_probs[micro.index, : micro.width], entropy[micro.index, : micro.width] = (
-                log_probs_and_entropy(model, rows, temperature)
-            )
-        else:
-            log_probs[micro.index, : micro.width] = response_log_probs(model, rows, temperature)
+        scored, spread = micro_log_probs(model, batch, micro, temperature, with_entropy)  # [b, width]
+        log_probs[micro.index, : micro.width] = scored
+        if spread is not None:
+            entropy[micro.index, : micro.width] = spread
     return ranks.sum(log_probs), ranks.sum(entropy) if with_entropy else entropy
 
 
@@ -202,6 +272,8 @@ class Updater:
         return mini.tokens > 0 and (mini.signal or penalties)
 
     def _update(self, number: int, mini: MiniBatch, meters: Meters) -> bool:
+        for micro in mini.left_out:
+            meters.add_left_out(number, self._experience.batch.response_mask[micro.index])
         for position, micro in enumerate(mini.micro):
             loss = self._loss(number, mini, micro, meters)
             self._engine.backward(loss, last=position == len(mini.micro) - 1)
@@ -236,11 +308,13 @@ class Updater:
 
     def _loss(self, number: int, mini: MiniBatch, micro: MicroBatch, meters: Meters) -> Tensor:
         data, index, width = self._experience, micro.index, micro.width
-        rows = data.batch.rows(index, width)
-        log_probs, entropy = self._forward(rows)  # [b, R]
+        # The entropy costs a pass over the vocabulary: only when the loss asks for it.
+        log_probs, entropy = micro_log_probs(
+            self._engine.module, data.batch, micro, self._temperature, self._knobs.entropy_coef > 0
+        )  # [b, R]
         old = data.old_log_probs[index, :width]  # [b, R]
         ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
-        advantages, mask = data.advantages[index], rows.response_mask  # [b], [b, R]
+        advantages, mask = data.advantages[index], data.batch.response_mask[index, :width]  # [b], [b, R]
         if advantages.dim() == 2:
             advantages = advantages[:, :width]
         counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
@@ -248,12 +322,6 @@ class Updater:
         loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, counts, self._knobs, weights)
         meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
         return loss
-
-    def _forward(self, rows: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """The entropy costs a pass over the vocabulary: only when the loss asks for it."""
-        if self._knobs.entropy_coef > 0:
-            return log_probs_and_entropy(self._engine.module, rows, self._temperature)
-        return response_log_probs(self._engine.module, rows, self._temperature), None
 
 
 def fixed_subset(total: int, wanted: int) -> Rows:
@@ -266,19 +334,17 @@ def fixed_subset(total: int, wanted: int) -> Rows:
 def measure_drift(
     model: nn.Module,
     experience: Experience,
-    rows: Rows,
-    lengths: Rows,
-    micro: int,
+    parts: Sequence[MicroBatch],
     temperature: float,
     meters: Meters,
 ) -> None:
     """Forward this rank's part of the fixed subset once more, after the last update."""
     model.eval()
-    for part in micro_batches(rows, lengths, micro, experience.batch.response_ids.device):
-        batch = experience.batch.rows(part.index, part.width)
-        log_probs = response_log_probs(model, batch, temperature)  # [b, R]
+    for part in parts:
+        log_probs, _ = micro_log_probs(model, experience.batch, part, temperature, False)  # [b, R]
         old = experience.old_log_probs[part.index, : part.width]  # [b, R]
-        meters.add_after_updates(log_probs, old, batch.response_mask)
+        mask = experience.batch.response_mask[part.index, : part.width]  # [b, R]
+        meters.add_after_updates(log_probs, old, mask)
 
 
 @contextmanager

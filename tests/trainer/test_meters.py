@@ -178,7 +178,7 @@ def test_one_copy_to_the_host_per_rollout(
     assert copied == []
     meters.finish(Ranks())
     assert len(copied) == 1
-    assert copied[0] == (U * 11 + 2 * (RATIO_BINS + 2) + 6,)
+    assert copied[0] == (U * 12 + 2 * (RATIO_BINS + 2) + 6,)
 
 
 class OnHost(torch.Tensor):

@@ -23,6 +23,7 @@ from autotune.trainer.engine import StepResult
 from autotune.trainer.forward import TokenBatch
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
+from autotune.trainer.packing import Packing
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.update import BatchKnobs, Experience, Updater, first_epoch, make_plan, score_samples
 
@@ -78,10 +79,11 @@ def replay(tiny_folder: Path) -> Replay:
     return Replay(batch, old, ref, torch.randint(0, 2, (total,), generator=g).double())
 
 
-def plan_of(batch: TokenBatch, micro: int) -> list[Any]:
-    lengths = batch.response_mask.sum(dim=1)
+def plan_of(batch: TokenBatch, micro: int, packed: bool = False) -> list[Any]:
+    lengths, prompts = batch.response_mask.sum(dim=1), batch.prompt_mask.sum(dim=1)  # type: ignore[union-attr]
+    packing = Packing(prompts.numpy(), batch.prompt_ids.shape[1], WIDTH, 40, 16) if packed else None
     knobs = BatchKnobs(GROUP, PROMPTS, 1, micro)
-    return make_plan(lengths.numpy(), torch.ones(len(lengths)), knobs, (1, 2), Ranks(), CPU)
+    return make_plan(lengths.numpy(), torch.ones(len(lengths)), knobs, (1, 2), Ranks(), CPU, packing)
 
 
 class Recorder:
@@ -104,14 +106,14 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ours(
-    folder: Path, replay: Replay, advantages: torch.Tensor, ratio: str, average: str
+    folder: Path, replay: Replay, advantages: torch.Tensor, ratio: str, average: str, packed: bool = False
 ) -> tuple[Measured, dict[str, torch.Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     knobs = LossKnobs(LOW, HIGH, KL, "k3", ENTROPY, ratio=ratio, average=average, longest=LONGEST)
     meters = Meters(1, LOW, HIGH, True, CPU, ratio=ratio)
     data = Experience(replay.batch, advantages, replay.old, replay.ref)
     updater = Updater(Recorder(model), data, knobs, TEMPERATURE)  # type: ignore[arg-type]
-    assert list(updater.run(plan_of(replay.batch, 4), meters)) == [True]
+    assert list(updater.run(plan_of(replay.batch, 4, packed), meters)) == [True]
     return meters.finish(Ranks()), gradients(model)
 
 
@@ -190,6 +192,22 @@ def test_loss_gradient_and_clip_share_equal_trl(
     assert 0.05 < measured.scalars["clip_ratio"] < 0.95  # both branches were compared
     assert measured.scalars["clip_ratio"] == pytest.approx(metrics["clip_ratio/region_mean"][0], abs=1e-6)
     assert measured.per_update["kl_ref"][0] == pytest.approx(metrics["kl"][0], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_norm_are_within_a_hundred_thousandth(
+    case: str, packed: bool, tiny_folder: Path, replay: Replay, trl_trainer: Any
+) -> None:
+    """The gate before any comparison of speed, padded and packed, in float32."""
+    algorithm, ratio, average, loss_type, level = CASES[case]
+    advantages = group_credit(ALGORITHMS[algorithm], replay.rewards, None, GROUP).advantages
+    measured, our_gradients = ours(tiny_folder, replay, advantages, ratio, average, packed)
+    loss, their_gradients, _ = theirs(trl_trainer, replay, advantages, loss_type, level)
+    norms = [torch.cat([g.flatten() for g in s.values()]).norm() for s in (our_gradients, their_gradients)]
+    assert measured.scalars["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-5)
 
 
 @pytest.mark.slow

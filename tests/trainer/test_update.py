@@ -17,6 +17,7 @@ from autotune.trainer.meters import Measured, Meters
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.update import (
     BatchKnobs,
+    Cutter,
     Experience,
     MiniBatch,
     Updater,
@@ -343,7 +344,8 @@ def test_drift_is_measured_on_the_fixed_subset(tiny_model: PreTrainedModel, scen
     train(PlainEngine(tiny_model, 0.5), data, plan)
     rows, meters = fixed_subset(GROUP * PROMPTS, 10), Meters(3, 0.2, 0.2, True, CPU)
     tiny_model.train()
-    measure_drift(tiny_model, data, rows, scene.lengths, 4, 1.0, meters)
+    parts = Cutter(scene.lengths, 4, Ranks(), CPU).of_one_rank(rows)
+    measure_drift(tiny_model, data, parts, 1.0, meters)
     new, _ = score_samples(tiny_model, scene.batch, first_epoch(plan, 1), 1.0, Ranks())
     mask = scene.batch.response_mask[rows].numpy()
     d = (new - data.old_log_probs).numpy().astype(np.float64)[rows][mask]
