@@ -119,7 +119,7 @@ class Trainer:
         self.live = LiveKnobs(
             knob_vector(recipe, self.parts.ranks.size),
             world_size=self.parts.ranks.size,
-            context=getattr(self.parts.model.config, "max_position_embeddings", None),
+            context=self._context(),
             has_reference=self.parts.reference is not None,
             use_learning_rate=lambda peak: self._use_learning_rate(self.parts.engine, peak),
             use_critic_learning_rate=self._use_critic_learning_rate,
@@ -203,7 +203,7 @@ class Trainer:
         parts = self.parts
         if parts.held_out is None:
             return {}
-        with parts.engine.whole_weights():
+        with parts.engine.whole_weights(), parts.sampler.ready():
             return evaluate(
                 self.recipe, parts.held_out, parts.sampler, parts.rewards, parts.tokenizer, parts.ranks
             )
@@ -211,6 +211,7 @@ class Trainer:
     def close(self) -> None:
         """Give the engines' memory back."""
         self.parts.rewards.close()
+        self.parts.sampler.close()
         for engine in self._engines:
             engine.close()
 
@@ -242,8 +243,7 @@ class Trainer:
         with clock.phase("total"):
             self._on_phase("rollout", self.rollout)
             with self._whole_weights():
-                with clock.phase("rollout"):
-                    data = self._collect()
+                data = self._sampled(clock)
                 self._interrupts.obey()
                 plan = self._plan(data)
                 meters = self._meters(len(plan))
@@ -264,12 +264,29 @@ class Trainer:
             times=dict(clock.seconds),
         )
 
+    def _context(self) -> int | None:
+        """Longest sequence in tokens, of the model and of the engine that samples."""
+        limits = [getattr(self.parts.model.config, "max_position_embeddings", None)]
+        if self.parts.sampler.has_own_weights:
+            limits.append(self.recipe.rollout.max_model_len)
+        return min((limit for limit in limits if limit is not None), default=None)
+
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
         with ExitStack() as whole:
             for engine in self._engines:
                 whole.enter_context(engine.whole_weights())
             yield
+
+    def _sampled(self, clock: PhaseClock) -> Collected:
+        """This rollout's data, from the model's present weights."""
+        sampler = self.parts.sampler
+        with ExitStack() as ready:
+            if sampler.has_own_weights:
+                with clock.phase("weight_sync"):
+                    ready.enter_context(sampler.ready())
+            with clock.phase("rollout"):
+                return self._collect()
 
     def _collect(self) -> Collected:
         group, rounds = self.live.count("rollout_n"), self.recipe.trainer.dynamic_sampling

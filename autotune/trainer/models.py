@@ -49,6 +49,11 @@ def load_model(section: ModelSection, cache: Path | None = None) -> Loaded:
         return _load(_locate(section.path, cache or cache_folder()), section.dtype)
 
 
+def model_source(section: ModelSection, cache: Path | None = None) -> str:
+    """The folder or hub id behind `model.path`, as other programs can load it."""
+    return _locate(section.path, cache or cache_folder())
+
+
 def cache_folder() -> Path:
     """Where built models are kept: `AUTOTUNE_CACHE`, or `~/.cache/autotune`."""
     return Path(os.environ.get("AUTOTUNE_CACHE") or Path.home() / ".cache" / "autotune")

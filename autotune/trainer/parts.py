@@ -22,7 +22,7 @@ from autotune.trainer.prompts import PromptStream, held_out_prompts
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rewards import Rewards, Surroundings, build_rewards
 from autotune.trainer.rollout.base import Sampler, pad_prompts
-from autotune.trainer.rollout.hf import HfSampler
+from autotune.trainer.rollout.build import build_sampler
 from autotune.trainer.tasks import TaskData, load_task
 
 
@@ -76,18 +76,19 @@ def build_parts(recipe: Recipe, folder: Path | None = None) -> Parts:
         reference.to(device=engine.device, dtype=model.dtype)
     end_ids = end_tokens(model, tokenizer)
     pad_id = end_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    ranks = Ranks(engine.rank, engine.world_size)
     return Parts(
         model=model,
         tokenizer=tokenizer,
         engine=engine,
         reference=reference,
         critic=critic,
-        sampler=HfSampler(model, end_ids, pad_id),
+        sampler=build_sampler(recipe, model, end_ids, pad_id, ranks),
         task=task,
         prompts=prompts,
         rewards=build_rewards(recipe.rewards, task, Surroundings(engine.device, folder, engine.rank)),
         held_out=_held_out(recipe, task, pad_id),
-        ranks=Ranks(engine.rank, engine.world_size),
+        ranks=ranks,
         pad_id=pad_id,
     )
 

@@ -10,6 +10,7 @@ response token of every row sits in the same column.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +78,19 @@ class Responses:
 
 class Sampler(Protocol):
     """An engine that turns prompts into responses."""
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether it holds a copy of the model's weights, so that `ready` costs something."""
+        ...
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Inside, `sample` draws with the model's present weights. Do not train inside."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
 
     def sample(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Responses:
         """Draw one response per row.

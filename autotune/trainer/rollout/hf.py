@@ -12,7 +12,7 @@ the training log-probs know nothing of them, so sampling with them would be samp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ class _Perturb:
 
 
 class HfSampler:
-    """`Sampler` around a transformers causal LM."""
+    """`Sampler` around a transformers causal LM: the very weights that are trained."""
+
+    has_own_weights = False
 
     def __init__(
         self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, record_gaps: bool = False
@@ -55,6 +57,13 @@ class HfSampler:
         self._end_ids = list(end_ids)
         self._pad_id = pad_id
         self.record_gaps = record_gaps
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Nothing to do: the weights are always the present ones."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     @torch.no_grad()
     def sample(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Responses:

@@ -1,0 +1,53 @@
+"""From a recipe's `rollout:` section to the engine that draws the responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from autotune.recipe.schema import Recipe
+from autotune.trainer.models import model_source
+from autotune.trainer.ranks import Ranks
+from autotune.trainer.rollout.base import Sampler
+from autotune.trainer.rollout.hf import HfSampler
+from autotune.trainer.rollout.vllm import VllmSampler
+from autotune.trainer.rollout.vllm_engine import EngineOptions, VllmEngine
+
+
+def build_sampler(
+    recipe: Recipe, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, ranks: Ranks
+) -> Sampler:
+    """Start what `rollout.engine` names, on every rank.
+
+    Args:
+        recipe: the run.
+        model: the model in training, on its device and in its dtype.
+        end_ids: tokens that end a response.
+        pad_id: fills rows after their end token.
+        ranks: this process among its peers.
+    """
+    rollout = recipe.rollout
+    if rollout.engine == "hf":
+        return HfSampler(model, end_ids, pad_id)
+    engine = VllmEngine(engine_options(recipe, model, ranks))
+    return VllmSampler(engine, model, end_ids, pad_id, rollout.request_seeds)
+
+
+def engine_options(recipe: Recipe, model: PreTrainedModel, ranks: Ranks) -> EngineOptions:
+    """How this rank's vLLM engine is built."""
+    rollout = recipe.rollout
+    return EngineOptions(
+        model=model_source(recipe.model),
+        dtype="bfloat16" if model.dtype == torch.bfloat16 else "float32",
+        seed=(recipe.seed + ranks.rank) % 2**31,
+        max_num_seqs=rollout.max_num_seqs or recipe.trainer.rollout_micro_batch_size,
+        max_model_len=rollout.max_model_len,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        enforce_eager=rollout.enforce_eager,
+        sleep=rollout.sleep,
+        shared=ranks.size > 1,
+    )
