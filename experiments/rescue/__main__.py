@@ -1,0 +1,155 @@
+"""One autotuned run against the best of a sweep, and no harm.
+
+    python -m experiments.rescue run --suite cycle        tuning seeds, family A: for cycles of mending
+    python -m experiments.rescue run --suite sweep        the opponent: random trials, then their winner again
+    python -m experiments.rescue run --suite tuning       tuning seeds, all tasks: which starts are bad
+    python -m experiments.rescue freeze                   write down the commit that is reported on
+    python -m experiments.rescue run --suite cpu          once per freeze: reporting seeds, family B
+    python -m experiments.rescue table                    tables and the figure, from the rows
+
+Every suite can be stopped and started again. Runs go side by side (`--jobs`), one thread each, and use a
+GPU where there is one. `--set key=value` is added to every recipe (and to its hash).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments.rescue import report, runs, suite, sweep
+
+HERE = Path(__file__).resolve().parent
+FREEZE = HERE / "freeze.json"
+FAMILY_B = [task for task in suite.TASKS if suite.TASKS[task].family == "B"]
+SEEDS, HARM_SEEDS, WINNER_SEEDS = 5, 75, 5
+"""Per task: seeds of every start, of the well-set recipe (150 over two tasks), and of the sweep's winner."""
+CYCLE_SEEDS = suite.TUNING_SEEDS[:3]
+
+
+def same(tasks: Sequence[str], seeds: Sequence[int]) -> dict[str, Sequence[int]]:
+    return dict.fromkeys(tasks, seeds)
+
+
+def frozen() -> str:
+    """The freeze commit.
+
+    Raises:
+        SystemExit: there is none, or the package differs from it.
+    """
+    if not FREEZE.exists():
+        raise SystemExit(f"{FREEZE} is not there: reporting runs need a freeze; run `freeze` first")
+    commit = str(json.loads(FREEZE.read_text("utf-8"))["commit"])
+    command = ["git", "diff", "--quiet", commit, "--", "autotune", str(HERE / "suite.py")]
+    if subprocess.run(command, cwd=runs.ROOT).returncode != 0:
+        raise SystemExit(
+            f"the package or the suite differs from the freeze {commit}; freeze again, with new seeds"
+        )
+    return commit
+
+
+def freeze() -> None:
+    """Write the current commit down; the tree must be clean, or the commit would not say what ran."""
+    here = runs.commit()
+    if here.endswith("+") or len(here) != 40:
+        raise SystemExit(f"the tree is {here}; expected a clean commit, so that the seeds follow from it")
+    FREEZE.write_text(
+        json.dumps({"commit": here, "date": str(datetime.date.today())}, indent=2) + "\n", "utf-8"
+    )
+    print(f"frozen at {here}; commit {FREEZE.name} next")
+
+
+def winners(
+    rows: Sequence[runs.Row], tasks: Sequence[str], seeds: dict[str, Sequence[int]]
+) -> Iterator[suite.Job]:
+    """The best trial of each task's sweep, again on fresh seeds."""
+    for task in tasks:
+        trials = [r for r in rows if r.purpose == "sweep" and r.task == task and r.score is not None]
+        if len(trials) < sweep.TRIALS:
+            print(
+                f"{task}: {len(trials)} of {sweep.TRIALS} trials have ended; no winner yet", file=sys.stderr
+            )
+            continue
+        best = max(trials, key=lambda r: r.score or 0.0)
+        fields = tuple(sweep.draw(int(best.start.removeprefix("trial"))).items())
+        yield from (suite.Job(task, best.start, "fixed", seed, "winner", fields) for seed in seeds[task])
+
+
+def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
+    """The jobs of one suite."""
+    tuning, rows = suite.TUNING_SEEDS, runs.load(out / "results.jsonl")
+    if name == "cycle":
+        yield from suite.jobs_of_starts(tasks or ["ops6x2"], same(tasks or ["ops6x2"], CYCLE_SEEDS), "tuning")
+    elif name == "tuning":
+        yield from suite.jobs_of_starts(
+            tasks or list(suite.TASKS), same(tasks or list(suite.TASKS), tuning[:3]), "tuning"
+        )
+    elif name == "leave_one_out":
+        yield from suite.jobs_of_leave_one_out((tasks or ["ops6x2"])[0], CYCLE_SEEDS, suite.COMPARED_ON)
+    elif name == "sweep":
+        chosen = tasks or list(suite.TASKS)
+        yield from sweep.jobs_of_sweep(chosen)
+        # The winner's seeds are tuning seeds that no trial of the sweep has won on: the last ones.
+        yield from winners(rows, chosen, same(chosen, tuning[-WINNER_SEEDS:]))
+    elif name == "cpu":
+        commit, chosen = frozen(), tasks or FAMILY_B
+        seeds = {task: suite.reporting_seeds(commit, task, HARM_SEEDS) for task in chosen}
+        yield from winners(
+            rows, chosen, {t: suite.reporting_seeds(commit, t, WINNER_SEEDS, "winner") for t in chosen}
+        )
+        yield from suite.jobs_of_starts(chosen, {task: s[:SEEDS] for task, s in seeds.items()}, "report")
+        yield from suite.jobs_of_harm(chosen, seeds)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.rescue", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("command", choices=["run", "freeze", "table", "list"])
+    parser.add_argument(
+        "--suite", choices=["cycle", "tuning", "leave_one_out", "sweep", "cpu"], default="cycle"
+    )
+    parser.add_argument("--tasks", nargs="*", default=[], choices=list(suite.TASKS))
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--purpose", default="tuning", help="rows that `table` shows: tuning or report")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    chosen = arguments(argv)
+    out = chosen.out.resolve()
+    if chosen.command == "freeze":
+        freeze()
+    elif chosen.command == "list":
+        for job in jobs(chosen.suite, out, chosen.tasks):
+            print(job.name)
+    elif chosen.command == "run":
+        while runs.run_all(
+            jobs(chosen.suite, out, chosen.tasks), out, chosen.jobs, chosen.set, 60 * chosen.minutes
+        ):
+            if chosen.minutes or chosen.suite != "sweep":
+                break  # a sweep has a second round: its winner
+    rows = runs.load(out / "results.jsonl")
+    if chosen.command in ("run", "table") and rows:
+        show(rows, out, "report" if chosen.suite == "cpu" else chosen.purpose)
+    return 0
+
+
+def show(rows: Sequence[runs.Row], out: Path, purpose: str) -> None:
+    text = report.whole(rows, purpose)
+    (out / f"{purpose}.md").write_text(text, "utf-8")
+    for task in suite.TASKS:
+        if picture := report.figure(rows, task, purpose):
+            (out / f"{purpose}-{task}.svg").write_text(picture, "utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
