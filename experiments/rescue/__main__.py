@@ -85,13 +85,12 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
     if name == "cycle":
         yield from suite.jobs_of_starts(tasks or ["ops6x2"], same(tasks or ["ops6x2"], CYCLE_SEEDS), "tuning")
     elif name == "tuning":
-        yield from suite.jobs_of_starts(
-            tasks or list(suite.TASKS), same(tasks or list(suite.TASKS), tuning[:3]), "tuning"
-        )
+        chosen = tasks or list(suite.SMALL_TASKS)
+        yield from suite.jobs_of_starts(chosen, same(chosen, CYCLE_SEEDS), "tuning")
     elif name == "leave_one_out":
         yield from suite.jobs_of_leave_one_out((tasks or ["ops6x2"])[0], CYCLE_SEEDS, suite.COMPARED_ON)
     elif name == "sweep":
-        chosen = tasks or list(suite.TASKS)
+        chosen = tasks or list(suite.SMALL_TASKS)
         yield from sweep.jobs_of_sweep(chosen)
         # The winner's seeds are tuning seeds that no trial of the sweep has won on: the last ones.
         yield from winners(rows, chosen, same(chosen, tuning[-WINNER_SEEDS:]))
@@ -113,7 +112,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--suite", choices=["cycle", "tuning", "leave_one_out", "sweep", "cpu"], default="cycle"
     )
-    parser.add_argument("--tasks", nargs="*", default=[], choices=list(suite.TASKS))
+    parser.add_argument("--tasks", nargs="*", default=[], choices=suite.SMALL_TASKS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -145,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(rows: Sequence[runs.Row], out: Path, purpose: str) -> None:
     text = report.whole(rows, purpose)
     (out / f"{purpose}.md").write_text(text, "utf-8")
-    for task in suite.TASKS:
+    for task in suite.SMALL_TASKS:
         if picture := report.figure(rows, task, purpose):
             (out / f"{purpose}-{task}.svg").write_text(picture, "utf-8")
     print(text)

@@ -62,6 +62,8 @@ class Row:
     restores: int = 0
     rules: dict[str, int] = field(default_factory=dict)
     """Actions by rule."""
+    decisions: list[list[Any]] = field(default_factory=list)
+    """Every action: rollout, rule, knob, value before, value after its last move, verdict."""
     error: str = ""
 
     @property
@@ -129,6 +131,10 @@ def acted(story: Story) -> dict[str, Any]:
         "kept": verdicts["kept"],
         "reverted": verdicts["reverted"],
         "rules": dict(Counter(act.event.rule for act in acts)),
+        "decisions": [
+            [act.first, act.event.rule, act.event.knob, act.event.before, act.after, act.verdict]
+            for act in acts
+        ],
     }
 
 
