@@ -361,6 +361,27 @@ def sync(
     raise typer.Exit(code)
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder that holds some.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The page; otherwise report.html in the run, or here."),
+    ] = None,
+) -> None:
+    """Show runs as one page in a file: what the controller did, and whether it helped."""
+    with exits():
+        from autotune.report.command import write_report
+
+        written = write_report(runs, out)
+        words = f"✓ {written.file}: {written.runs} run{'s' * (written.runs != 1)}"
+        _console().print(Text(words, "bold green"), soft_wrap=True)
+        for problem in written.problems:
+            _console().print(Text(f"• not shown: {problem}", "yellow"), soft_wrap=True)
+
+
 # ------------------------------------------------------------------------------------- endings
 
 
