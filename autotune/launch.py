@@ -70,7 +70,7 @@ def _start(rank: int, nproc: int, port: int, arguments: Sequence[str]) -> subpro
         env={**os.environ, **{name: str(value) for name, value in told.items()}},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_ends_with_parent(),
+        preexec_fn=ends_with_parent(),
     )
 
 
@@ -155,7 +155,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _ends_with_parent() -> Callable[[], None] | None:
+def ends_with_parent() -> Callable[[], None] | None:
     """On Linux: makes the kernel end a child whose parent was killed, so no rank is left behind."""
     if sys.platform != "linux":
         return None

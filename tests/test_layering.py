@@ -40,16 +40,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L4: where trainer, adapter, controller and sinks meet.
     ("testing", "doctor", "check", "replay", "advise", "ranks", "run", "launch", "ctl"),
     # L5: many runs.
-    ("sweep", "protocol", "report"),
+    ("children", "sweep", "tune", "report"),
     # L6: the command line.
     ("cli", "__main__"),
 )
 
 FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": tuple(name for layer in LAYERS[1:] for name in layer),
-    "pydantic": ("recipe", "hooks"),
+    "pydantic": ("recipe", "hooks", "sweep"),
     "ruamel": ("recipe", "hooks"),
-    "rich": ("screen", "check", "doctor", "replay", "advise", "run", "ctl", "report", "cli"),
+    "rich": ("screen", "check", "doctor", "replay", "advise", "run", "ctl", "sweep", "tune", "report", "cli"),
     "typer": ("cli",),
     "torch": ("trainer", "hooks.trl"),
     "transformers": ("trainer", "hooks.trl"),
@@ -65,6 +65,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "mlflow": ("tracking",),
     "matplotlib": ("tracking.figures",),  # mlflow brings it
     "optuna": ("sweep",),
+    "sqlalchemy": ("sweep",),
+    "scipy": ("sweep",),
     "pandas": ("report",),
     "trl": ("hooks.trl",),
     "verl": ("hooks.verl",),

@@ -213,8 +213,9 @@ def section_kinds(data: Any, key: Key) -> list[type[BaseModel]]:
     """The section classes that may stand at a key."""
     kinds: list[type[BaseModel]] = [Recipe]
     for part in key:
-        if isinstance(part, str):
-            kinds = section_models(_kind(kinds, data).model_fields[part].annotation)
+        fields = _kind(kinds, data).model_fields
+        if part in fields:  # a place in a list, or a name that the user chose, leads to the same kinds
+            kinds = section_models(fields[str(part)].annotation)
         data = data[part]
     return kinds
 
@@ -230,10 +231,13 @@ def _type_of(model: type[BaseModel]) -> str | None:
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes inside an annotation: none for a plain value, several for a union."""
+    """The section classes inside an annotation: none for a plain value, several for a union.
+
+    Those of a mapping are its values', under whatever names.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple, list):
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple, list, dict):
         return [m for part in get_args(annotation) for m in section_models(part)]
     return []
 
