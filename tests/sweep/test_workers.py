@@ -1,7 +1,8 @@
 """Real workers on real storages, one of them killed in the middle of a trial.
 
-Whatever happens, every planned trial must be finished exactly once, and the one whose worker died must have gone
-on from its own checkpoint. `scripts/postgres.sh` gives PostgreSQL; without it that half is skipped, but not in CI.
+Whatever happens, every planned trial must be finished exactly once, and the one whose worker died must
+have gone on from its own checkpoint. `scripts/postgres.sh` gives PostgreSQL; without it that half is skipped,
+but not in CI.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from autotune.journal import inspect_journal
 from autotune.recipe import load_recipe
 
 pytest.importorskip("optuna")
-from autotune.sweep import life, studies  # noqa: E402
-from autotune.sweep.storages import VARIABLE, open_storage  # noqa: E402
+from autotune.sweep import life, studies
+from autotune.sweep.storages import VARIABLE, open_storage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 240.0
