@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from autotune.errors import TrainingError
 from autotune.trainer.advantages import zero_std_groups
 from autotune.trainer.forward import TokenBatch
 from autotune.trainer.ranks import Ranks, Rows
@@ -94,18 +95,79 @@ def collect(draw_round: Callable[[int, int], tuple[Samples, Scores]], wanted: in
     )
 
 
+@dataclass(slots=True)
+class Room:
+    """How many samples fit into memory at once on this rank: halved where they did not, and remembered."""
+
+    limit: int | None = None
+    """None until something did not fit."""
+    on_shrink: Callable[[str], None] | None = None
+    """Told what happened, in words."""
+
+    def at_once(self, wanted: int) -> int:
+        return wanted if self.limit is None else min(wanted, self.limit)
+
+    def shrink(self, tried: int, error: Exception) -> None:
+        """Half of what was tried, from now on.
+
+        Raises:
+            TrainingError: a single sample does not fit.
+        """
+        if tried <= 1:
+            raise TrainingError(
+                f"sampling a single response ran out of memory: {error}\nNext: lower max_response_length,"
+                " or see docs/engines.md for an engine that needs less"
+            ) from error
+        self.limit = tried // 2
+        if self.on_shrink is not None:
+            self.on_shrink(f"{tried} samples at once ran out of memory: from now on {self.limit} at most")
+
+
 def sample_all(
-    sampler: Sampler, prompts: Prompts, draw: Draw, group: int, chunk: int, ranks: Ranks
+    sampler: Sampler,
+    prompts: Prompts,
+    draw: Draw,
+    group: int,
+    chunk: int,
+    ranks: Ranks,
+    room: Room | None = None,
 ) -> Samples:
-    """Draw `group` responses per prompt; each rank draws its part in chunks of `chunk` samples."""
+    """Draw `group` responses per prompt; each rank draws its part in chunks of `chunk` samples.
+
+    Args:
+        sampler: the engine.
+        prompts: the prompts of the rollout.
+        draw: seed, temperature and length.
+        group: responses per prompt.
+        chunk: samples at once, where they fit.
+        ranks: this process among its peers.
+        room: what fitted before.
+    """
     total = prompts.ids.shape[0] * group
     mine = ranks.share(np.arange(total))
     drawn = mine if len(mine) else np.arange(1)  # with more ranks than samples one has none: draw, drop
-    parts = [
-        sampler.sample(prompts, torch.from_numpy(rows // group), torch.from_numpy(rows % group), draw)
-        for rows in np.split(drawn, range(chunk, len(drawn), chunk))
-    ]
+    parts, done, room = [], 0, room or Room()
+    while done < len(drawn):
+        rows = drawn[done : done + room.at_once(chunk)]
+        part = _fitting(sampler, prompts, rows, group, draw, room)
+        if part is not None:
+            parts.append(part)
+            done += len(rows)
     return _gather(parts, mine, prompts, group, ranks)
+
+
+def _fitting(
+    sampler: Sampler, prompts: Prompts, rows: Rows, group: int, draw: Draw, room: Room
+) -> Responses | None:
+    """Responses for these rows; None where memory was too small for all of them at once."""
+    places = torch.from_numpy(rows // group), torch.from_numpy(rows % group)
+    try:
+        return sampler.sample(prompts, *places, draw)
+    except torch.OutOfMemoryError as error:
+        room.shrink(len(rows), error)
+    if torch.cuda.is_available():  # after the handler: the error's traceback held the tensors
+        torch.cuda.empty_cache()
+    return None
 
 
 def _gather(parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int, ranks: Ranks) -> Samples:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autotune.recipe.schema import Recipe
-from autotune.trainer.collect import sample_all, texts
+from autotune.trainer.collect import Room, sample_all, texts
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rewards import Rewards
 from autotune.trainer.rollout.base import Draw, Prompts, Sampler
@@ -55,6 +55,7 @@ def evaluate(
     rewards: Rewards,
     tokenizer: object,
     ranks: Ranks,
+    room: Room | None = None,
 ) -> dict[str, Any]:
     """Mean reward over the held-out prompts, one response each; unscorable ones count as 0.
 
@@ -64,7 +65,7 @@ def evaluate(
     scores: dict[str, Any] = {}
     for name, draw in draws(recipe).items():
         chunk = recipe.trainer.rollout_micro_batch_size
-        samples = sample_all(sampler, held_out.prompts, draw, 1, chunk, ranks)
+        samples = sample_all(sampler, held_out.prompts, draw, 1, chunk, ranks, room)
         rows = np.arange(len(held_out.examples))
         table = rewards.score(texts(samples, tokenizer, rows), list(held_out.examples))  # type: ignore[arg-type]
         scores[name] = _mean(table.total)

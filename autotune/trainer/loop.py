@@ -37,7 +37,16 @@ from autotune.trainer.checkpoint import (
     save_checkpoint,
 )
 from autotune.trainer.clock import PhaseClock
-from autotune.trainer.collect import Collected, Samples, Scores, collect, describe, sample_all, score_all
+from autotune.trainer.collect import (
+    Collected,
+    Room,
+    Samples,
+    Scores,
+    collect,
+    describe,
+    sample_all,
+    score_all,
+)
 from autotune.trainer.credit import Credit, critic_credit, group_credit, kl_penalty
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
@@ -106,6 +115,7 @@ class Trainer:
         self._drawn = 0  # prompts of the rollout in progress
         self._dropped = 0  # prompts that it passed over because they are too long
         self._tokens = 0  # sampled so far, prompts' and responses'; a restore takes none of them back
+        self._room = Room(on_shrink=lambda text: self._note("rollout/memory", text))
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
         self._on_event = on_event or (lambda name, payload: None)
@@ -205,7 +215,13 @@ class Trainer:
             return {}
         with parts.engine.whole_weights(), parts.sampler.ready():
             return evaluate(
-                self.recipe, parts.held_out, parts.sampler, parts.rewards, parts.tokenizer, parts.ranks
+                self.recipe,
+                parts.held_out,
+                parts.sampler,
+                parts.rewards,
+                parts.tokenizer,
+                parts.ranks,
+                self._room,
             )
 
     def close(self) -> None:
@@ -316,7 +332,7 @@ class Trainer:
             first_prompt=before,
         )
         chunk = live.count("rollout_micro_batch_size")
-        samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks)
+        samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks, self._room)
         scores = score_all(samples, taken.examples, parts.rewards, parts.tokenizer, group, parts.ranks)
         self._tell_news()
         return samples, scores
@@ -589,6 +605,7 @@ class Trainer:
             "tokens": self._tokens,
             "live": self.live.state_dict(),
             "rewards": self.parts.rewards.state_dict(),
+            "room": self._room.limit,
             "extra": self._extra_state(),
         }
 
@@ -604,6 +621,7 @@ class Trainer:
         self._tokens = int(state.get("tokens", 0))
         self.live.load_state_dict(state["live"])
         self.parts.rewards.load_state_dict(state["rewards"])
+        self._room.limit = state.get("room")
         self.restored_state = state["extra"]
         self._saved = self.rollout
 

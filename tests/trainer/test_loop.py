@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,56 @@ def test_non_finite_gradients_are_counted_and_leave_the_weights(
     assert record.scalars["updates_skipped"] == 4
     assert_same(state(trainer), before)
     assert str(read_metric("grad_norm", record.scalars["grad_norm"]).validity) == "non_finite"
+
+
+class TightSampler:
+    """The run's own sampler on a device with room for four samples."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.tried = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sample(self, prompts: Any, prompt_of: Any, sample_of: Any, draw: Any) -> Any:
+        self.tried.append(len(prompt_of))
+        if len(prompt_of) > 4:
+            raise torch.OutOfMemoryError("no room")
+        return self.inner.sample(prompts, prompt_of, sample_of, draw)
+
+
+def test_a_rollout_that_did_not_fit_is_cut_noted_and_remembered_across_a_resume(
+    make_recipe: MakeRecipe, start: Callable[..., Trainer]
+) -> None:
+    recipe, whole, cut = make_recipe(rollouts=2), [], []
+    start(recipe, "whole").run(whole.append)
+    notes: list[str] = []
+    tight = start(recipe, "tight", on_event=lambda name, payload: notes.append(payload.get("about", name)))
+    tight.parts = replace(tight.parts, sampler=TightSampler(tight.parts.sampler))
+    tight.run(cut.append)
+    assert notes.count("rollout/memory") == 3  # 32 samples: 16, 8, 4
+    assert [lasting(record) for record in cut] == [lasting(record) for record in whole]
+    assert start(recipe, "tight", resume=True)._room.limit == 4
+
+
+def test_old_log_probs_are_spared_while_sampler_and_trainer_agree_and_recomputed_when_not(
+    make_recipe: MakeRecipe, start: Callable[..., Trainer]
+) -> None:
+    def records(name: str, **rollout: Any) -> tuple[list[dict[str, Any]], list[str]]:
+        notes: list[str] = []
+        rows: list[RolloutRecord] = []
+        recipe = make_recipe({"rollout": rollout}, rollouts=2, kl_step_responses=64)
+        trainer = start(recipe, name, on_event=lambda n, payload: notes.append(payload.get("about", n)))
+        trainer.run(rows.append)
+        return [lasting(row) for row in rows], notes
+
+    plain, _ = records("plain")
+    spared, quiet = records("spared", old_log_probs="sampler")
+    distrusted, told = records("distrusted", old_log_probs="sampler", mismatch_bound=1e-300)
+    assert "rollout/mismatch" not in quiet
+    assert told.count("rollout/mismatch") == 2
+    assert distrusted == plain  # the fallback is the default's own path
+    assert spared != plain  # ratios against the sampler's numbers, equal but for rounding
+    for a, b in zip(spared, plain, strict=True):
+        assert a["scalars"]["loss"] == pytest.approx(b["scalars"]["loss"], abs=1e-4)
+        assert a["scalars"]["kl_mismatch"] < 1e-9
