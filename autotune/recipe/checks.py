@@ -228,6 +228,16 @@ def _packing(recipe: Recipe) -> Found:
             f"received {packing.tokens} with enabled: off; padded micro batches are cut by"
             " micro_batch_size; remove the line, or set enabled: on",
         )
+    if packing.compile and packing.enabled == "off":
+        yield (
+            ("trainer", "packing", "compile"),
+            "received true with enabled: off; only packed layers are compiled; set enabled: on, or false",
+        )
+    if packing.compile and recipe.deepspeed.zero_stage == 3:
+        yield (
+            ("trainer", "packing", "compile"),
+            "received true with zero_stage 3, which gathers weights by hooks on the layers; set it to false",
+        )
     if packing.leave_out_quiet == "on" and (t.has_critic or t.kl.placement == "reward"):
         why = "a critic learns from every response" if t.has_critic else "a KL in the reward is signal"
         yield ("trainer", "packing", "leave_out_quiet"), f"received on, but {why}; set it to auto or off"

@@ -232,6 +232,9 @@ class PackingSection(Section):
     changes the result. A sample that is longer makes a micro batch of its own."""
     head_tokens: Count = 4096
     """Response positions whose logits exist at the same time."""
+    compile: bool = False
+    """Compile the decoder layers for packed micro batches (torch.compile, ZeRO 0 to 2): fewer kernels,
+    half a minute at the start."""
     leave_out_quiet: Literal["auto", "on", "off"] = "auto"
     """Groups without signal (advantages 0) get no backward pass. Their tokens still count in the loss's
     average, so the gradient is the same. Not done while the KL or entropy coefficient is above 0, with

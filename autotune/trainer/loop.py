@@ -368,6 +368,7 @@ class Trainer:
             response_width=batch.response_ids.shape[1],
             budget=section.tokens,
             chunk=section.head_tokens,
+            compile=section.compile,
         )
 
     def _quiet(self, data: Collected) -> NDArray[np.bool_] | None:

@@ -12,14 +12,17 @@ know the difference.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.errors import InputError
 from autotune.trainer.attention import can_pack, packed_attention
@@ -48,6 +51,8 @@ class Packing:
     """Tokens of a micro batch; None where it is cut by samples."""
     chunk: int
     """Positions whose logits exist at the same time."""
+    compile: bool = False
+    """Whether decoder layers run compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Layout:
     longest: int
     """Of the sequences, rounded up."""
     chunk: int
+    compile: bool = False
 
 
 def packs(section: PackingSection, model: Any, device: torch.device) -> bool:
@@ -146,10 +152,17 @@ def make_layout(rows: Rows, lengths: Rows, packing: Packing, device: torch.devic
     )
     whole = torch.from_numpy(np.concatenate(columns)).to(device, non_blocking=True)
     ids, positions, bounds, kept, targets, places = whole.split([len(column) for column in columns])
-    longest = -(-int(sizes.max()) // ROUND) * ROUND
-    shape = (len(rows), width)
     return Layout(
-        ids, positions, bounds.to(torch.int32), kept, targets, places, shape, longest, packing.chunk
+        fed=ids,
+        positions=positions,
+        starts=bounds.to(torch.int32),
+        kept=kept,
+        targets=targets,
+        places=places,
+        shape=(len(rows), width),
+        longest=-(-int(sizes.max()) // ROUND) * ROUND,
+        chunk=packing.chunk,
+        compile=packing.compile,
     )
 
 
@@ -178,6 +191,8 @@ def packed_log_probs(
     head = plain_head(inner)
     with ExitStack() as stack:
         stack.enter_context(packed_attention(inner.config))
+        if layout.compile:
+            stack.enter_context(compiled_layers(inner))
         if head is not None:
             scores = head_scores(head, targets, temperature, with_entropy, layout.chunk)
             stack.enter_context(scores)
@@ -186,6 +201,27 @@ def packed_log_probs(
         out = _from_logits(out, targets, temperature, with_entropy)
     log_probs, entropy = out[0, :, 0], out[0, :, 1]  # [n]
     return _spread(log_probs, layout), _spread(entropy, layout) if with_entropy else None
+
+
+@contextmanager
+def compiled_layers(model: Any) -> Iterator[None]:
+    """Inside, the decoder layers run compiled; they are alike, so one compilation serves them all."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        if (compiled := _COMPILED.get(layer)) is None:
+            layer.compile(dynamic=True)
+            _COMPILED[layer] = layer._compiled_call_impl
+        else:
+            layer._compiled_call_impl = compiled
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
+_COMPILED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Layer -> its compiled call; layers themselves stay as they are, for sampling and for checkpoints."""
 
 
 def _inputs(flat: Tensor, layout: Layout) -> dict[str, Any]:

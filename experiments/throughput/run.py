@@ -1,0 +1,249 @@
+"""Seconds per rollout beside TRL's, on one GPU: protocol, conductor and table.
+
+    python -m experiments.throughput.run --gguf FILE        # everything that is not in the results yet
+    python -m experiments.throughput.run --table            # results/*.jsonl as a table
+
+A group is what is compared with each other; its trainers are started once and take turns, A B B A
+(`turns.py`). Before a turn's rollouts count, one more runs unmeasured. A JSON line is appended as each
+turn ends; a group whose lines are all there is not measured again, so the script may be stopped
+and started. Nothing is measured unless the parity gate has passed on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.throughput.turns import Worker
+from experiments.throughput.work import Work, make_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+MODULE = "experiments.throughput"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One trainer under one setting."""
+
+    name: str
+    module: str
+    options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+TRL_VLLM = Arm("TRL + vLLM", "arm_trl")
+TRL_FED = Arm("TRL, fed", "arm_trl", ("--fed",))
+OURS_FED = Arm("ours, fed", "arm_ours", ("--engine", "fed"))
+SPARE = ("--set", "rollout.old_log_probs=sampler")
+OURS_VLLM = Arm("ours + vLLM", "arm_ours", ("--engine", "vllm", *SPARE))
+OURS_HF = Arm("ours + hf", "arm_ours", ("--engine", "hf"))
+
+
+def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
+    """Ours with one technique off."""
+    more = [part for setting in settings for part in ("--set", setting)]
+    return Arm(f"{base.name}, {name}", base.module, (*base.options, *more))
+
+
+ABLATIONS = (
+    without("padded", "trainer.packing.enabled=off", "trainer.packing.tokens=null"),
+    without("quiet groups trained", "trainer.packing.leave_out_quiet=off"),
+    without("micro batches of 16", "trainer.packing.tokens=null", "trainer.micro_batch_size=16"),
+    without("ZeRO 1", "deepspeed.zero_stage=1"),
+    without("no veto snapshot", "trainer.veto_snapshot=false"),
+    without("compiled layers", "trainer.packing.compile=true"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is compared with each other, and in which order it runs."""
+
+    name: str
+    shape: str
+    arms: tuple[Arm, ...]
+    order: tuple[int, ...]
+    rollouts: int
+    """Measured, per turn."""
+    warm_up: int = 3
+    at_once: bool = True
+    """Start all at the same time; engines that profile free memory must not."""
+
+
+def groups(tiny: bool) -> tuple[Group, ...]:
+    """In the order of their worth, should time run out."""
+    if tiny:
+        return (
+            Group("training", "tiny", (TRL_FED, OURS_FED), (0, 1, 1, 0), 2, 1),
+            Group("techniques", "tiny", (OURS_FED, *ABLATIONS), (0, 1, 2, 3, 4, 5, 6, 0), 1, 1),
+            Group("end to end", "tiny", (OURS_HF,), (0,), 1, 1),
+        )
+    three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
+    end = {"at_once": False}
+    return (
+        Group("training", "135m", (TRL_FED, OURS_FED), abba, 6),
+        Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 6, **end),
+        Group("techniques", "135m", (OURS_FED, *ABLATIONS), (0, 1, 2, 3, 4, 5, 6, 0), 6, 2),
+        Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5),
+        Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4),
+        Group("end to end", "0.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
+        Group("end to end", "1.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
+    )
+
+
+class Conductor:
+    """Runs groups and appends what they gave."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.results, self.folder = Path(options.results), Path(options.scratch)
+        self.work = Work(**json.loads(options.work))
+        self.gguf, self.deadline = options.gguf, time.monotonic() + options.seconds
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.results.parent.mkdir(parents=True, exist_ok=True)
+
+    def done(self, group: Group) -> bool:
+        turns = {row.get("turn") for row in read(self.results) if _key(row) == (group.name, group.shape)}
+        return turns >= set(range(len(group.order)))
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self.results.open("a") as sink:
+            sink.write(json.dumps({"at": round(time.time()), **row}) + "\n")
+            sink.flush()
+            os.fsync(sink.fileno())
+
+    def command(self, arm: Arm, shape: str) -> list[str]:
+        model = make_model(shape, self.folder, self.gguf if shape == "135m" else None)
+        common = ["--model", str(model), "--shape", shape, "--work", json.dumps(asdict(self.work))]
+        return [sys.executable, "-m", f"{MODULE}.{arm.module}", *common, *arm.options]
+
+    def worker(self, arm: Arm, group: Group) -> Worker:
+        log = self.folder / f"{group.name}-{group.shape}-{arm.name}.log".replace(" ", "_").replace(",", "")
+        return Worker(arm.name, self.command(arm, group.shape), log, {**OFFLINE, **arm.env})
+
+    def gate(self, shape: str) -> None:
+        """Raise unless both sides compute the same loss and gradient here."""
+        gate = Arm("gate", "gate")
+        worker = self.worker(gate, Group("gate", shape, (gate,), (0,), 1))
+        try:
+            answer = worker._read()
+        finally:
+            worker.end()
+        self.append({"group": "gate", "shape": shape, **versions(), **answer})
+        if not answer["passed"]:
+            raise SystemExit(f"the parity gate failed, so nothing was measured: {json.dumps(answer)}")
+
+    def run(self, group: Group) -> None:
+        make_model(group.shape, self.folder, self.gguf if group.shape == "135m" else None)
+        with self.workers(group) as workers:
+            warmed: set[int] = set()
+            for turn, place in enumerate(group.order):
+                extra = 1 if place in warmed else group.warm_up
+                answer = workers[place].go(extra + group.rollouts)
+                warmed.add(place)
+                first, rows = answer["rows"][:extra], answer["rows"][extra:]
+                warm = [row["seconds"] for row in first]
+                self.append({
+                    **{"group": group.name, "shape": group.shape, "arm": group.arms[place].name},
+                    **{"turn": turn, "warm_up": warm, "rows": rows, "peak_bytes": answer["peak_bytes"]},
+                })  # fmt: skip
+                print(f"{group.name} {group.shape} {group.arms[place].name}:", _short(rows), flush=True)
+
+    @contextmanager
+    def workers(self, group: Group) -> Iterator[list[Worker]]:
+        with ExitStack() as stack:
+            workers = []
+            for arm in group.arms:
+                workers.append(worker := self.worker(arm, group))
+                stack.callback(worker.end)
+                if not group.at_once:
+                    print(f"{arm.name} stands after {worker.ready():.0f} s", flush=True)
+            if group.at_once:
+                for worker in workers:
+                    print(f"{worker.name} stands after {worker.ready():.0f} s", flush=True)
+            yield workers
+
+
+def _short(rows: list[dict[str, Any]]) -> str:
+    return " ".join(f"{row['seconds']:.3f}" for row in rows)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, Any]:
+    return row.get("group"), row.get("shape")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: the last may have been cut off by a kill."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line]
+
+
+def versions() -> dict[str, Any]:
+    """What was measured with."""
+    import importlib.metadata as metadata
+
+    import torch
+
+    names = ("torch", "transformers", "deepspeed", "trl", "vllm")
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"versions": found, "gpu": gpu, "python": platform.python_version()}
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--gguf", help="SmolLM2-135M-Instruct; without it 135m has random weights")
+    parser.add_argument("--results", default=str(HERE / "results" / "h200.jsonl"))
+    parser.add_argument("--scratch", default="runs/throughput")
+    parser.add_argument("--work", default="{}", help="sizes of a rollout as JSON, see work.Work")
+    parser.add_argument("--only", action="append", help="group/shape, such as training/135m")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further group after this")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        from experiments.throughput.table import render
+
+        print(render(read(Path(options.results))))
+        return
+    conduct(options)
+
+
+def conduct(options: argparse.Namespace) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    conductor = Conductor(options)
+    wanted = [g for g in groups(options.tiny) if not options.only or f"{g.name}/{g.shape}" in options.only]
+    left = [group for group in wanted if not conductor.done(group)]
+    if left and not any(row.get("passed") for row in read(conductor.results)):
+        conductor.gate(left[0].shape)
+    for group in left:
+        if time.monotonic() > conductor.deadline:
+            print(f"no time left for {group.name} {group.shape}; start again to go on", flush=True)
+            return
+        try:
+            conductor.run(group)
+        except RuntimeError as error:
+            conductor.append({"group": group.name, "shape": group.shape, "failed": str(error)[:4000]})
+            print(f"{group.name} {group.shape} FAILED: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
