@@ -52,7 +52,8 @@ KNOBS = (
         "only where micro-step and rollout boundaries meet, and with `lr_scheduler_type` constant or"
         " constant_with_warmup: the others count updates to a horizon that is fixed at the start. The"
         " number of"
-        " rollouts is kept by moving `state.max_steps`",
+        " rollouts is kept by moving `state.max_steps`; refused where the epochs, counted at the start,"
+        " hold too few updates",
     ),
     KnobRow(
         "ppo_epochs", "`trainer.num_iterations`, `RepeatSampler.repeat_count`", Liveness.NEXT_ROLLOUT,
