@@ -134,7 +134,7 @@ class TrlAdapter(SingleProcess):
         if self.hook is None:
             found |= self._without_hook()
         elif drops_out(t.model):
-            found["kl_step"] = "dropout is active, and the drift is lost in its noise; set disable_dropout=True"
+            found["kl_step"] = "dropout is active and drowns the drift; set disable_dropout=True"
         return {name: why for name, why in found.items() if why}
 
     def _without_hook(self) -> dict[str, str]:
