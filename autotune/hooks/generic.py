@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune.controller import Controller, ControlSettings
 from autotune.decisions import Applied, Restore, RunFacts
 from autotune.errors import AdapterError, InputError
 from autotune.hooks.base import FrozenDetector, SingleProcess, one_by_one, set_all_or_none, snapshot_of
@@ -149,6 +150,7 @@ class Autotune:
             reward_maximum=reward_maximum,
         )
         self._adapter = GenericAdapter(told, facts, undo)
+        Controller(ControlSettings(**self._control.model_dump()), self._adapter.facts())  # raises on bad rules
         self._promised = tuple(metrics)
         self._state: Mapping[str, Any] | None = None
         self._guest: Guest | None = None
@@ -171,13 +173,15 @@ class Autotune:
             What was changed for the next rollout: knob -> the value that was read back.
         """
         guest = self._guest or self._begin(metrics)
-        record = self._adapter.record(guest.rollout, metrics, per_update or {}, histograms or {})
-        guest.on_rollout(record)
+        told = (guest.rollout, metrics, per_update or {}, histograms or {})
+        guest.on_rollout(lambda: self._adapter.record(*told))
         return dict(guest.changed)
 
     def _begin(self, metrics: Mapping[str, Any]) -> Guest:
         """The first rollout shows which metrics there are, and with that the run's facts are whole."""
         self._adapter.promise([*self._promised, *metrics])
+        if self._state:
+            self._adapter.began_with(self._state["adapter"]["start"])
         control = self._control
         off = self._adapter.off()
         if off:
@@ -235,7 +239,7 @@ class GenericAdapter(SingleProcess):
         self._facts = replace(
             facts,
             knobs=self.knobs(),
-            knob_capability=self._capability(facts.loss_kind),
+            knob_capability=self._capability(facts.loss_kind, facts.has_reference),
             fixed_micro_batch=self._fixed(),
         )
         problems = batch_problems(self.knobs(), 1) if self._batches_told() else []
@@ -269,7 +273,7 @@ class GenericAdapter(SingleProcess):
         told = self._told.get("micro_batch_size", 1)
         return int(told) if isinstance(told, (int, float)) else 1
 
-    def _capability(self, loss: str) -> dict[str, Capability]:
+    def _capability(self, loss: str, has_reference: bool) -> dict[str, Capability]:
         table = {}
         for name in KNOBS:
             knob = self._told.get(name)
@@ -279,10 +283,16 @@ class GenericAdapter(SingleProcess):
                 table[name] = Capability(Liveness.UNAVAILABLE, f"{name} was given as a number: no setter")
             else:
                 table[name] = Capability(Liveness.UNAVAILABLE, f"{name} was not given to Autotune(knobs=…)")
+        if not has_reference:
+            table["kl_coef"] = Capability(Liveness.UNAVAILABLE, "there is no reference model")
         if loss == "none":
             why = "this loss (DPO and its kin) has no KL penalty: its reference is part of the loss itself"
             table["kl_coef"] = Capability(Liveness.UNAVAILABLE, why)
         return table
+
+    def began_with(self, knobs: Mapping[str, float]) -> None:
+        """The knobs at the very start of a run that goes on: a loop may come back with changed ones."""
+        self._facts = replace(self._facts, knobs=dict(knobs))
 
     def promise(self, metrics: Sequence[str]) -> None:
         """Metrics that the loop will tell: from now on their absence is noticed."""
@@ -358,7 +368,7 @@ class GenericAdapter(SingleProcess):
         return restore.before_rollout
 
     def state_dict(self) -> dict[str, Any]:
-        return {"frozen": self._frozen.state(), "epoch": self._epoch}
+        return {"frozen": self._frozen.state(), "epoch": self._epoch, "start": dict(self._facts.knobs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._frozen.load(state["frozen"])

@@ -203,7 +203,11 @@ class Guest:
     # -- one rollout -------------------------------------------------------------------------------
 
     def on_rollout(self, record: RolloutRecord | Any) -> None:
-        """Handle one finished rollout, on every rank; nothing is raised."""
+        """Handle one finished rollout, on every rank; nothing is raised.
+
+        Args:
+            record: what the adapter reads, or a function that makes it, so that its failing stays here too.
+        """
         self._last_line = {}
         if self.broken:
             return
@@ -216,7 +220,7 @@ class Guest:
     def _decide(self, record: RolloutRecord | Any) -> None:
         assert self._loop is not None
         try:
-            self._loop.on_rollout(record)
+            self._loop.on_rollout(record() if callable(record) else record)
         except ControlStop as stop:
             self.stop = str(stop)
             log.warning("autotune asks for a stop: %s", stop)
