@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autotune import doctor, preflight
 from autotune.catalogue import BY_ID, CATALOGUE, Kind
-from autotune.controller import Controller, ControlSettings, RuleStatus
+from autotune.controller import Controller, ControlSettings
 from autotune.doctor import Finding, Level, missing
 from autotune.knobs import updates_per_rollout
 from autotune.preflight import REWARD_VARIANCE, Advice, largest_variance
@@ -25,6 +25,7 @@ from autotune.recipe import Recipe, knob_vector, load_schedule, recipe_facts
 from autotune.recipe.deepspeed import plan
 from autotune.recipe.facts import reward_range
 from autotune.recipe.fingerprint import fingerprint, known
+from autotune.standing import RuleStatus
 
 PROMPT_TOKENS: dict[str, int] = {"digits": 8}
 """Task type -> tokens of its prompts, where the task fixes them."""

@@ -59,7 +59,7 @@ from autotune.policies.base import (
     Policy,
     pace_for,
 )
-from autotune.policies.batch import clip_blocked
+from autotune.standing import RuleStatus, blocked, standings
 from autotune.statistics import median
 
 AT_BOUND_WINDOWS = 5
@@ -90,15 +90,12 @@ class ControlSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleStatus:
-    """One row of `autotune check`: whether a rule can act on this run, and why not."""
+class Unconfirmed:
+    """What a decision has already changed in the ledger and the trainer may not be able to do."""
 
-    id: str
-    source: str
-    summary: str
-    on: bool
-    can_act: bool
-    reason: str
+    restore: Restore | None
+    since_restore: int
+    """`Ledger.since_restore` from before the decision."""
 
 
 class Controller:
@@ -118,11 +115,11 @@ class Controller:
         self.policies = build_policies(settings.profile, settings.policies)
         scale = settings.scale(facts.rollouts)
         self.pace = pace_for(scale, lr_warmup=facts.lr_warmup, staleness=facts.staleness)
-        self._immovable = {policy.id: self._no_knob(policy) for policy in self.policies}
         self.history = History()
         self.ledger = Ledger(pinned=self._recipe_pins())
-        self._pending: Decision | None = None
-        self._since_before = 0
+        self._unconfirmed: Unconfirmed | None = None
+        self._blocked: tuple[Sequence[Policy], Mapping[str, float], list[str]] = ((), {}, [])
+        """Structural reasons of these policies under these knobs."""
 
     @property
     def epoch(self) -> int:
@@ -139,7 +136,7 @@ class Controller:
         """Decide from one finished rollout; the only entry on the training path."""
         if snapshot.rollout <= self.ledger.last_rollout:
             return self._out_of_order(snapshot)
-        alarms = self._notice_other_writers(snapshot)
+        alarms, since = self._notice_other_writers(snapshot), self.ledger.since_restore
         self.ledger.last_rollout = snapshot.rollout
         self.history.add(Sample.of(snapshot))
         ctx = self.context(snapshot)
@@ -156,7 +153,7 @@ class Controller:
         if self.ledger.closed:
             decision = replace(decision, verdicts=(*self.ledger.closed, *decision.verdicts))
             self.ledger.closed = []
-        self._pending = decision
+        self._unconfirmed = Unconfirmed(decision.restore, since)
         if not self.acting:
             self._remember_shadow(decision)
         self.ledger.trim(snapshot.rollout)
@@ -224,6 +221,8 @@ class Controller:
 
     def _notice_other_writers(self, snapshot: Snapshot) -> list[str]:
         """A knob that is not what was read back has a second writer; it is then left alone."""
+        if snapshot.knobs == self.ledger.expected:
+            return []  # nearly every rollout
         alarms = []
         for knob, expected in self.ledger.expected.items():
             found = snapshot.knobs.get(knob, expected)
@@ -241,8 +240,8 @@ class Controller:
     def _ask(self, ctx: Context) -> tuple[list[tuple[Policy, Answer]], dict[str, str]]:
         answers: list[tuple[Policy, Answer]] = []
         silent: dict[str, str] = {}
-        for policy in self.policies:
-            reason = self._silent_reason(policy, ctx)
+        for policy, structural in zip(self.policies, self._blocks(ctx.knobs), strict=True):
+            reason = structural or self._unread(policy, ctx)
             if reason:
                 silent[policy.id] = reason
             else:
@@ -255,29 +254,22 @@ class Controller:
         self.ledger.silent = silent
         return answers, news
 
-    def _silent_reason(self, policy: Policy, ctx: Context) -> str:
-        blocked = self._blocked(policy, ctx.knobs)
-        if blocked:
-            return blocked
+    def _blocks(self, knobs: Mapping[str, float]) -> list[str]:
+        """Why each policy cannot act, or an empty string; asked again only when a knob has moved."""
+        policies, under, reasons = self._blocked
+        if policies is not self.policies or under != knobs:
+            reasons = [blocked(policy, self.facts, knobs) for policy in self.policies]
+            self._blocked = self.policies, dict(knobs), reasons
+        return reasons
+
+    def _unread(self, policy: Policy, ctx: Context) -> str:
+        """Why a metric that the policy needs has no valid reading at this rollout."""
         readings = ctx.snapshot.readings
         for metric in policy.needs:
             reading = readings.get(metric) or ctx.snapshot.reading(metric)
             if reading.validity is not Validity.VALID:
                 return reading.reason or f"{metric} is {reading.validity}"
         return ""
-
-    def _blocked(self, policy: Policy, knobs: Mapping[str, float]) -> str:
-        """Structural reasons: no sensor, no reference model, no movable knob."""
-        if policy.needs_ratio and (reason := clip_blocked(self.facts, knobs)):
-            return reason
-        if reason := policy.blocked(self.facts, knobs):
-            return reason
-        return self._immovable.get(policy.id, "")
-
-    def _no_knob(self, policy: Policy) -> str:
-        movable = [all(self.facts.can_speak_of(r) for r in expand(k)) for k in policy.moves]
-        stuck = policy.moves and not any(movable)
-        return f"{' and '.join(policy.moves)} cannot be changed in this run" if stuck else ""
 
     def _hold_reason(self, ctx: Context, answers: Sequence[tuple[Policy, Answer]]) -> str:
         """Why no tuning happens at this rollout: a faulty metric, or a rule that says so."""
@@ -526,7 +518,6 @@ class Controller:
         ledger.epoch += 1
         if call.restore == "checkpoint":
             ledger.emergencies += 1
-            self._since_before = ledger.since_restore
             ledger.since_restore = ctx.rollout + 1
         for change in changes:
             direction = sign(change.after - change.before)
@@ -541,9 +532,9 @@ class Controller:
         A knob that did not obey is left alone from now on. When a checkpoint that was asked for did
         not come back (`restored` is None) the old rewards stay the baseline: the model is the same.
         """
-        asked = self._pending.restore if self._pending else None
-        if asked is not None and asked.kind == "checkpoint" and restored is None:
-            self.ledger.since_restore = self._since_before
+        asked, self._unconfirmed = self._unconfirmed, None
+        if asked and asked.restore and asked.restore.kind == "checkpoint" and restored is None:
+            self.ledger.since_restore = asked.since_restore
         for item in applied:
             self.ledger.expected[item.knob] = item.read_back
             self.ledger.effective[item.knob] = item.effective_from
@@ -557,7 +548,6 @@ class Controller:
         probation = self.ledger.probation
         if probation is not None and failed & set(probation.after):
             self.ledger.probation = None
-        self._pending = None
 
     def obey(self, command: Command, applied: Sequence[Applied] = ()) -> str:
         """A human's command between two rollouts, and what came of it in words; see `autotune.hand`.
@@ -607,29 +597,8 @@ class Controller:
         """
         self.ledger = Ledger.from_json({"pinned": self._recipe_pins(), **state["ledger"]})
         self.history = History.from_json(state["history"])
-        self._pending = None
+        self._unconfirmed = None
 
     def rules(self) -> list[RuleStatus]:
         """For every known rule: is it on, can it act on this run, and why not."""
-        from autotune.policies import POLICIES
-
-        on = {policy.id: policy for policy in self.policies}
-        return [self._status(rule, cls, on.get(rule)) for rule, cls in POLICIES.items()]
-
-    def _status(self, rule: str, cls: type[Policy], policy: Policy | None) -> RuleStatus:
-        if policy is None:
-            reason = f"off in profile {self.settings.profile} or by the recipe"
-            return RuleStatus(rule, cls.source, cls.summary, False, False, reason)
-        reason = self._unsensed(policy) or self._blocked(policy, self.facts.knobs) or self._pinned(policy)
-        return RuleStatus(rule, cls.source, cls.summary, True, not reason, reason)
-
-    def _unsensed(self, policy: Policy) -> str:
-        for metric in policy.needs:
-            capability = self.facts.metric_capability.get(metric)
-            if capability is not None and capability.state != Validity.VALID:
-                return capability.reason or f"{metric} is {capability.state}"
-        return ""
-
-    def _pinned(self, policy: Policy) -> str:
-        held = [k for k in policy.moves if set(expand(k)) & self.pinned]
-        return f"{', '.join(held)} pinned" if held and len(held) == len(policy.moves) else ""
+        return standings(self.policies, self.facts, self.pinned, self.settings.profile)

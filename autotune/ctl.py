@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.commands import drop, parse
+from autotune.decisions import State
 from autotune.errors import InputError
 from autotune.journal import Line, inspect_journal
 from autotune.knobs import KNOBS, expand
@@ -151,6 +152,8 @@ def print_status(console: Console, found: Status) -> None:
     if found.reason:
         console.print(Text(f"  {found.reason}", style))
     console.print(f"  control: {found.mode}" + (f", {found.controller}" if found.controller else ""))
+    if found.controller == State.FROZEN:
+        console.print("  tuning is frozen, emergencies are not; `autotune ctl RUN resume` thaws it")
     if found.pinned:
         console.print(f"  pinned: {', '.join(found.pinned)}")
     console.print(_knob_table(found))

@@ -2,10 +2,10 @@
 
 Each is bumpless. A pause lets go of everything in flight; the controller then observes, journals
 and raises alarms, and moves nothing. A resumed one starts with a cooldown and with empty windows (a
-new config epoch), never from what it was about to do before. A value set by hand is the controller's
-own new starting point: it is what the next read-back must be, so there is no alarm about another
-writer; no rule moves it for a window's time; and whatever was being judged can no longer be told apart
-from it: inconclusive. Emergencies alone do not wait, save for a pause.
+new config epoch), never from what it was about to do before; a frozen one thaws with it.
+A value set by hand is the controller's own new starting point: it is what the next read-back must be, so
+there is no alarm about another writer; no rule moves it for a window's time; and whatever was being
+judged can no longer be told apart from it: inconclusive. Emergencies alone do not wait, save for a pause.
 
 These functions know the ledger alone, so a journal with `command` lines replays like any other.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autotune.decisions import Applied, Command, Outcome, Verdict
+from autotune.decisions import Applied, Command, Kind, Outcome, Verdict
 from autotune.errors import InputError
 from autotune.knobs import ALIASES, KNOBS, expand
 from autotune.ledger import Ledger, Move
@@ -70,13 +70,23 @@ def _pause(ledger: Ledger, pace: Pace, regulated: Regulated) -> str:
 
 
 def _resume(ledger: Ledger, pace: Pace) -> str:
-    if not ledger.paused:
+    if not ledger.paused and not ledger.frozen:
         return "was not paused"
+    thawed = _thaw(ledger)
     ledger.paused = False
     ledger.epoch += 1
     ledger.hands_off = {"*": ledger.last_rollout + 1 + pace.window}
     _cool_down(ledger, pace)
-    return "resumed: windows start anew from the knobs as they are"
+    return f"resumed: windows start anew from the knobs as they are{thawed}"
+
+
+def _thaw(ledger: Ledger) -> str:
+    """Leave FROZEN: what froze the run is forgotten, or the very next rollout would freeze it again."""
+    was, ledger.frozen = ledger.frozen, ""
+    if was:
+        ledger.reverts = []
+        ledger.moves = [move for move in ledger.moves if move.kind != Kind.INTERVENTION]
+    return f"; no longer {was}" if was else ""
 
 
 def _pin(ledger: Ledger, knobs: Sequence[str], pace: Pace) -> str:

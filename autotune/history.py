@@ -50,6 +50,8 @@ class History:
 
     def __init__(self, samples: Iterable[Sample] = (), head: Iterable[Sample] = ()) -> None:
         self._samples: list[Sample] = []
+        self._epoch_streak = self._knob_streak = 0
+        """Newest samples running with one config epoch, and with one knob vector."""
         for sample in samples:
             self._remember(sample)
         self._head = list(head)
@@ -75,6 +77,8 @@ class History:
         before = self.last
         if before is not None and before.knobs is not sample.knobs and before.knobs == sample.knobs:
             sample = replace(sample, knobs=before.knobs)
+        self._epoch_streak = self._epoch_streak + 1 if before and before.epoch == sample.epoch else 1
+        self._knob_streak = self._knob_streak + 1 if before and before.knobs is sample.knobs else 1
         self._samples.append(sample)
         del self._samples[:-DEPTH]
 
@@ -93,20 +97,29 @@ class History:
             epoch: config epoch the samples must come from.
             since: first rollout that counts.
             under: knob -> value that the samples must have been made under.
+
+        Rollouts grow, so only the oldest has to be compared with `since`.
         """
         items = self._samples
-        start, first = len(items), max(len(items) - n, 0)
-        same: Mapping[str, float] | None = None
+        first = max(len(items) - n, 0)
+        if epoch is not None and first < len(items):
+            streak = self._epoch_streak if items[-1].epoch == epoch else 0
+            first = max(first, len(items) - streak)
+        while first < len(items) and items[first].rollout < since:
+            first += 1
+        return items[self._first_under(first, under) if under else first :]
+
+    def _first_under(self, first: int, under: Mapping[str, float]) -> int:
+        """Where the newest run of samples made under these values begins, not before `first`."""
+        items, start = self._samples, len(self._samples)
         while start > first:
-            sample = items[start - 1]
-            if sample.rollout < since or (epoch is not None and sample.epoch != epoch):
+            if not _made_under(items[start - 1], under):
                 break
-            if under and sample.knobs is not same:
-                same = sample.knobs
-                if not _made_under(sample, under):
-                    break
-            start -= 1
-        return items[start:]
+            shared = items[start - 1].knobs
+            start = max(len(items) - self._knob_streak, first) if start == len(items) else start - 1
+            while start > first and items[start - 1].knobs is shared:
+                start -= 1
+        return start
 
     def values(self, metric: str, samples: Sequence[Sample]) -> list[float]:
         """The metric over these samples, skipping those where it was not valid."""

@@ -240,6 +240,27 @@ def test_a_pause_holds_from_the_very_decision_and_a_resume_waits(make: Callable[
     assert run.lines("command")[-1]["epoch"] == run.lines("command")[0]["epoch"] + 1
 
 
+def test_a_resume_thaws_a_frozen_controller_and_it_stays_thawed(make: Callable[..., Run]) -> None:
+    run = make(TIMID)
+    run.go(1)
+    run.ledger.reverts = [0, 0, 0]
+    assert run.go(2)[-1].state == "frozen"
+    drop(run.folder, "resume")
+    run.go(1)
+    assert "no longer frozen: 3 reverts within 200 rollouts" in run.outcome()["reason"]
+    later = run.go(run.controller.pace.window + 6)
+    assert "frozen" not in {d.state for d in later} and any(d.changes for d in later)
+
+
+def test_status_says_how_a_frozen_run_is_thawed(make: Callable[..., Run]) -> None:
+    run = make(TIMID)
+    run.go(3)
+    run.ledger.reverts = [0, 1, 2]
+    run.go(2)
+    told = CliRunner().invoke(app, ["ctl", str(run.folder), "status"]).output
+    assert "frozen, emergencies are not; `autotune ctl RUN resume` thaws it" in told
+
+
 def test_a_pause_lets_go_of_what_is_in_flight(make: Callable[..., Run]) -> None:
     run = make({RATE: 3e-4, MINI: 4}, policies={"X1": "off"})
     while run.ledger.probation is None:

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autotune", "errors", "metrics", "knobs", "decisions"),
     # L1: deciding. numpy, and nothing that could touch a trainer, a clock or a disk.
     (
-        *("statistics", "history", "policies", "ledger", "guards", "judge", "hand", "controller"),
+        *("statistics", "history", "policies", "ledger", "guards", "judge", "hand", "standing", "controller"),
         *("preflight", "procedure", "catalogue"),
     ),
     # L2: what a run is told and what it says. pydantic, ruamel.yaml.

@@ -407,3 +407,8 @@ def no_reference(facts: RunFacts) -> str:
     if facts.loss_kind == "none":
         return "this loss (DPO and its kin) has no KL penalty: its reference is part of the loss itself"
     return "" if facts.has_reference else "kl_coef is 0: there is no reference model to measure against"
+
+
+def sequence_loss(facts: RunFacts) -> str:
+    """The documented shares are of token ratios; sequence ratios have another scale."""
+    return "the ratio is per sequence, these shares are per token" if facts.loss_kind == "sequence" else ""

@@ -26,6 +26,7 @@ from autotune.policies.base import (
     Policy,
     entropy_normal,
     mismatch_normal,
+    sequence_loss,
     signal_present,
 )
 from autotune.statistics import median
@@ -37,11 +38,6 @@ def outside_share(ctx: Context) -> float | None:
     if low is None or high is None:
         return None
     return median([a + b for a, b in zip(low, high, strict=True)])
-
-
-def sequence_loss(facts: RunFacts) -> str:
-    """The documented shares are of token ratios; sequence ratios have another scale."""
-    return "the ratio is per sequence, these shares are per token" if facts.loss_kind == "sequence" else ""
 
 
 @dataclass(frozen=True)

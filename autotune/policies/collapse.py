@@ -7,11 +7,13 @@ be saved by the state from before it.
 
 *Collapse.* Two rewards running below `level - 4 x spread` of the rewards before them, three below
 `level - 3 x spread` (as rare by chance, and a slow fall gets there first), or so many below half of
-their level where neither sampling nor any of them reached; or three wild gradient norms running; or the
-response length at 3x or half of its baseline with the reward falling. The last checkpoint from before
-the onset comes back with half the rate, a quarter the second time; the third stops the run. The first
-sign alone is an alarm. The spread is 1.4826 x MAD, never below the reward noise of P and G; the baseline
-is taken from before the sign, so the crash does not inflate it.
+their level where neither sampling nor any of them reached; or five whose median is below half of the
+level before them, four of its standard errors away (a slow fall takes the limits of single rewards
+along); or three wild gradient norms running; or the response length at 3x or half of its baseline with
+the reward falling. The last checkpoint from before the onset comes back with half the rate, a quarter the
+second time; the third stops the run. The first sign alone is an alarm.
+The spread is 1.4826 x MAD, never below the reward noise of P and G; the baseline is taken from before the
+sign, so the crash does not inflate it.
 
 Source: beyond the documents; measured on the embedded task and on public collapsing logs.
 """
@@ -25,7 +27,10 @@ from typing import ClassVar
 
 from autotune.metrics import Validity
 from autotune.policies.base import Alarm, Answer, Context, Emergency, Family, Policy
-from autotune.statistics import mad_sd, median, residuals, reward_noise_sd, theil_sen
+from autotune.statistics import detrended_variance, mad_sd, median, residuals, reward_noise_sd, theil_sen
+
+MEDIAN_ERROR = 1.25
+"""Standard error of a median in standard errors of a mean, for normal values: sqrt(pi / 2)."""
 
 Row = Mapping[str, float]
 """Valid scalars of one rollout."""
@@ -97,7 +102,8 @@ class VetoAndCollapse(Policy):
     def _collapse(self, ctx: Context) -> Answer:
         samples = ctx.history.samples(self.baseline + 3, since=ctx.since_restore)
         rows = [s.values for s in samples]
-        for sign in (self._reward(ctx, rows), self._gradient(rows), self._length(ctx, rows)):
+        signs = self._sunk(ctx, rows), self._reward(ctx, rows), self._gradient(rows), self._length(ctx, rows)
+        for sign in signs:
             if sign and sign.running >= sign.needed:
                 return self._rescue(ctx, sign)
             if sign:
@@ -128,6 +134,26 @@ class VetoAndCollapse(Policy):
                 return Sign(f"reward_mean {tail[-1]:.3g} below {limit:.3g}", running, needed)
         return None
 
+    def _sunk(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:
+        """The median of the newest few below half of the level before them, and the last one too.
+
+        A fall over many rollouts takes the limits of single rewards along; a median is known better than they
+        are. Asked only where the sampling noise is known and the reward's zero means something.
+        """
+        rows = [r for r in rows if "reward_mean" in r]
+        rewards, base = [r["reward_mean"] for r in rows], rows[: -self.newest]
+        before, tail = rewards[: -self.newest], rewards[-self.newest :]
+        if len(base) < self.newest or min(before) < 0:
+            return None
+        level, now, noise = self._level(before), median(tail), self._noise(ctx, base)
+        if max(now, tail[-1]) >= self.half * level or noise == 0:
+            return None
+        spread = max(noise, math.sqrt(detrended_variance(before, theil_sen(before))))
+        error = MEDIAN_ERROR * spread * math.sqrt(1 / len(tail) + 1 / len(base))
+        if now >= level - self.sds * error:
+            return None
+        return Sign(f"median reward_mean {now:.3g} against {level:.3g}", self.newest, self.newest)
+
     def _level(self, rewards: Sequence[float]) -> float:
         return max(median(rewards[-self.newest :]), median(rewards))
 
@@ -141,12 +167,15 @@ class VetoAndCollapse(Policy):
         (a constant reward that loses one answer has not collapsed).
         """
         rewards = [r["reward_mean"] for r in base]
-        level = self._level(rewards)
+        level, usual = self._level(rewards), self._noise(ctx, base)
+        spreads = (self._noise(ctx, rows) for rows in (base[-self.newest :], tail))
+        noise = max(usual, *spreads, self.least * abs(level))
+        half = self._half_limit(rewards, usual)
+        highest = max(level - sds * noise, half)  # the spread can only lower it
+        if max(r["reward_mean"] for r in tail) >= highest:
+            return highest  # no sign either way: the trend need not be asked
         slope = theil_sen(rewards).slope if len(rewards) >= 3 else 0.0
-        spreads = (self._noise(ctx, rows) for rows in (base, base[-self.newest :], tail))
-        noise = max(*spreads, self.least * abs(level))
-        limit = level - sds * max(mad_sd(residuals(rewards, slope)), noise)
-        return max(limit, self._half_limit(rewards, self._noise(ctx, base)))
+        return max(level - sds * max(mad_sd(residuals(rewards, slope)), noise), half)
 
     def _half_limit(self, rewards: Sequence[float], noise: float) -> float:
         """A few rewards can be spread as wide as their level, and a fall in two steps widens it too.

@@ -159,11 +159,12 @@ class SawTooth(Policy):
         view = ctx.reward
         if view.trend is None or view.noise == 0:
             return None
-        ratio = detrended_variance(view.values, view.trend) / view.noise**2
         limit = self.drop_sd * view.noise * math.sqrt(2)
         sharp = sum(a - b > limit for a, b in itertools.pairwise(view.values))
-        saw = sharp >= self.drops and turning_points(view.values) >= self.turning
-        if ratio <= variance_ratio_limit(len(view.values)) or not saw:
+        if sharp < self.drops or turning_points(view.values) < self.turning:
+            return None
+        ratio = detrended_variance(view.values, view.trend) / view.noise**2
+        if ratio <= variance_ratio_limit(len(view.values)):
             return None
         after = ctx.knobs["actor_learning_rate"] * self.factor
         reason = f"reward saw-tooths: {sharp} sharp drops, variance {ratio:.1f}x its noise floor"

@@ -12,10 +12,11 @@ Source: beyond the documents; public troubles of people who do this work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autotune.decisions import Proposal
+from autotune.decisions import Proposal, RunFacts
 from autotune.policies.base import (
     Advice,
     Alarm,
@@ -24,6 +25,7 @@ from autotune.policies.base import (
     Family,
     Policy,
     kl_movement,
+    sequence_loss,
     signal_present,
 )
 from autotune.statistics import Movement, movement
@@ -64,6 +66,10 @@ class EntropyCollapse(Policy):
     ceiling: float = 0.28
     fall: float = 0.3
     """Relative fall of the entropy over the trend window."""
+
+    def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
+        """A sequence ratio's range is a hundred times narrower: this ceiling is not its own."""
+        return sequence_loss(facts)
 
     def propose(self, ctx: Context) -> Answer:
         values, trend = ctx.window("entropy", ctx.pace.trend), ctx.trend("entropy")

@@ -144,7 +144,8 @@ class SawTooth(World):
         rate = trainer.live.vector()["actor_learning_rate"]
         worst = min(self.depth * (rate / self.at) ** 1.5, 0.9)
         self._damage = worst * (1.0 - (rollout % self.period) / (self.period - 1)) if rollout >= 3 else 0.0
-        trainer.state = dataclasses.replace(trainer.state, skill=whole * (1.0 - self._damage))
+        skill = min(whole * (1.0 - self._damage), 0.999)  # what it learnt while broken heals with it
+        trainer.state = dataclasses.replace(trainer.state, skill=skill)
 
 
 @dataclass

@@ -178,11 +178,20 @@ def power(pair: Pair, seeds: int) -> Row:
         "case": pair.name,
         "seeds": seeds,
         "right": len(right) / seeds,
+        "interval": share_interval(len(right), seeds),
         "wrong": len(wrong) / seeds,
         "rollout_median": sorted(f[0] for f in right)[len(right) // 2] if right else None,
         "rules": _counts(f[2] for f in right),
         "wrong_rules": _counts(f[2] for f in wrong),
     }
+
+
+def share_interval(count: int, seeds: int, z: float = 1.96) -> list[float]:
+    """95 % interval of a share (Wilson 1927): it does not shrink to nothing at 0 and at 1."""
+    share, spread = count / seeds, z * z / seeds
+    middle = share + spread / 2
+    half = z * math.sqrt(share * (1 - share) / seeds + spread / (4 * seeds))
+    return [max((middle - half) / (1 + spread), 0.0), min((middle + half) / (1 + spread), 1.0)]
 
 
 def _counts(names: Iterator[str] | Sequence[str]) -> dict[str, int]:
@@ -297,11 +306,13 @@ def collapse(severity: str, seeds: int, rollouts: int = 60, earliest: int = 6) -
         early += at is not None and at < onset
         delays.append(None if at is None or at < onset else at - onset)
     known = sorted(d for d in delays if d is not None)
+    soon = sum(d <= 10 for d in known)
     return {
         "check": "collapse",
         "case": f"{severity}, {rollouts} rollouts",
         "seeds": seeds,
-        "within_10": sum(d <= 10 for d in known) / seeds,
+        "within_10": soon / seeds,
+        "interval": share_interval(soon, seeds),
         "median": known[len(known) // 2] if known else None,
         "p95": known[int(0.95 * len(known))] if known else None,
         "missed": sum(d is None for d in delays) - early,
@@ -389,11 +400,13 @@ def harm(change: str, seeds: int, rollouts: int, pace: str | float) -> Row:
         fates.append(
             _fate(Run({}, seed, rollouts, extra=[Once(knob=knob, factor=factor, at=at)], pace=pace), knob)
         )
+    back = sum(f in ("verdict", "emergency") for f in fates)
     return {
         "check": "harm",
         "case": f"{change}, pace {pace}",
         "seeds": seeds,
-        "reverted": sum(f in ("verdict", "emergency") for f in fates) / seeds,
+        "reverted": back / seeds,
+        "interval": share_interval(back, seeds),
         "fates": _counts(fates),
     }
 

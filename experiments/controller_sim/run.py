@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,18 +26,27 @@ from experiments.controller_sim import checks  # noqa: E402
 from experiments.controller_sim.checks import Row  # noqa: E402
 
 Check = Callable[[int], Iterator[Row]]
+Measure = Callable[[int], Row]
+
+
+def settled(measure: Measure, seeds: int, target: float) -> Row:
+    """The row of so many seeds, or of four times as many where its interval holds the target."""
+    row = measure(seeds)
+    low, high = row["interval"]
+    return measure(4 * seeds) if low < target <= high else row
 
 
 def power(seeds: int) -> Iterator[Row]:
     for pair in checks.PAIRS:
-        yield verdict(row := checks.power(pair, seeds), row["right"] >= 0.9 and row["wrong"] <= 0.02)
+        row = settled(partial(checks.power, pair), seeds, 0.9)
+        yield verdict(row, row["right"] >= 0.9 and row["wrong"] <= 0.02)
     for pair in checks.ALSO:
         yield verdict(checks.power(pair, seeds), None)
 
 
 def calm(seeds: int) -> Iterator[Row]:
-    """At pace 1 a twentieth of the seeds: ten settings x 10 runs x 1000 rollouts are 100,000."""
-    rows = [checks.calm(s, max(seeds // 20, 1), 1000) for s in checks.HEALTHY_SETTINGS]
+    """At pace 1 a fifth of the seeds: ten settings x 40 runs x 1000 rollouts are 400,000."""
+    rows = [checks.calm(s, max(seeds // 5, 1), 1000) for s in checks.HEALTHY_SETTINGS]
     for row in rows:
         yield verdict(row, None)
     whole = checks.together(rows, "all settings, 1000 rollouts, pace auto")
@@ -54,7 +64,7 @@ def calm_short(seeds: int) -> Iterator[Row]:
 def collapse(seeds: int) -> Iterator[Row]:
     for severity in checks.SEVERITIES:
         for rollouts in (60, 200):
-            row = checks.collapse(severity, seeds, rollouts)
+            row = settled(partial(checks.collapse, severity, rollouts=rollouts), seeds, 0.95)
             yield verdict(row, row["within_10"] >= 0.95 and row["false"] == 0)
 
 
@@ -68,7 +78,7 @@ def flips(seeds: int) -> Iterator[Row]:
 def harm(seeds: int) -> Iterator[Row]:
     for change in checks.HARM:
         for rollouts, pace in ((90, 0.1), (150, 1.0)):
-            row = checks.harm(change, seeds, rollouts, pace)
+            row = settled(partial(checks.harm, change, rollouts=rollouts, pace=pace), seeds, 0.95)
             yield verdict(row, None if change in checks.UNSEEN else row["reverted"] >= 0.95)
 
 

@@ -104,6 +104,39 @@ def test_collapse_is_live_from_the_third_rollout_on() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ([0.26, 0.45, 0.26, 0.45, 0.26], "alarm"),  # the first sign of a single reward, no more
+        ([0.24, 0.45, 0.24, 0.45, 0.24], "collapse"),
+        ([0.24, 0.45, 0.24, 0.24, 0.45], "quiet"),  # it came back
+        ([0.24, 0.45, 0.45, 0.45, 0.24], "alarm"),  # two of five are no median
+    ],
+)
+def test_five_rewards_whose_median_is_below_half_of_the_level_are_a_collapse(
+    tail: list[float], expected: str
+) -> None:
+    rewards: Series = [0.5] * 18 + tail
+    assert kind(ask(X2, run(23, reward_mean=rewards))) == expected
+
+
+@pytest.mark.parametrize(("low", "expected"), [(0.045, "quiet"), (0.035, "collapse")])
+def test_half_of_a_small_level_must_be_beyond_four_errors_of_a_median(low: float, expected: str) -> None:
+    """Level 0.1, noise 0.024: the median of five is known to 0.015, a single reward is not."""
+    rewards: Series = [0.1] * 18 + [low] * 5
+    assert kind(ask(X2, run(23, reward_mean=rewards, reward_std=0.3))) == expected
+
+
+def test_a_slow_fall_is_noticed_before_single_rewards_are_far_below_their_own_past() -> None:
+    """A twentieth is left after 15 rollouts; each reward is near the one before, and the spread widens."""
+    healthy = [0.207, 0.150, 0.203, 0.229, 0.164, 0.213, 0.271]
+    falling = [0.227, 0.234, 0.152, 0.154, 0.104, 0.131, 0.102, 0.113, 0.072]
+    rewards, spreads = healthy + falling, [math.sqrt(v * (1 - v)) for v in healthy + falling]
+    told = run(16, start=0, reward_mean=rewards, reward_std=spreads)
+    found = [kind(ask(X2, told[:n])) for n in range(8, 17)]
+    assert found == ["quiet"] * 8 + ["collapse"]
+
+
 def test_a_reward_that_starts_at_zero_is_no_collapse() -> None:
     assert kind(ask(X2, run(8, start=0, reward_mean=0.0, reward_std=0.0))) == "quiet"
 

@@ -238,6 +238,11 @@ def test_xe_lifts_the_upper_clip_when_entropy_falls_for_nothing(
     assert answer == (None if after is None else ("clip_range_high", pytest.approx(after)))
 
 
+@pytest.mark.parametrize(("loss_kind", "silent"), [("token", False), ("sequence", True)])
+def test_xe_leaves_the_range_of_a_sequence_ratio_alone(loss_kind: str, silent: bool) -> None:
+    assert ("per sequence" in EntropyCollapse().blocked(facts(loss_kind=loss_kind), {})) == silent
+
+
 @pytest.mark.parametrize(
     ("now", "entropy", "after"),
     [(1.2, 0.9, None), (1.4, 0.9, 1.2), (1.4, 0.3, None), (0.6, 0.001, None), (0.4, 0.001, 0.7)],
