@@ -19,8 +19,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,38 @@ def carry_out(recipe: Mapping[str, Any], folder: Path, threads: int, tick: Tick 
     """
     ended = _attempt(recipe, folder, threads, tick)
     return _attempt(recipe, folder, threads, tick) if ended.code < 0 and not ended.cut else ended
+
+
+def together(
+    runs: Sequence[tuple[Mapping[str, Any], Path]], jobs: int, done: Callable[[Path], None]
+) -> list[Ended | None]:
+    """Several runs, some at a time; None for one that had come to its end before.
+
+    Args:
+        runs: (resolved recipe as JSON data, folder) of each.
+        jobs: how many at a time, with this machine's threads divided among them.
+        done: told each folder when its run has ended.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; all of them have saved.
+    """
+    stop = threading.Event()
+
+    def one(run: tuple[Mapping[str, Any], Path]) -> Ended | None:
+        recipe, folder = run
+        if finished(folder) or stop.is_set():
+            return None
+        ended = carry_out(recipe, folder, threads_for(jobs), lambda lines: stop.is_set())
+        done(folder)
+        return ended
+
+    with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
+        futures = [pool.submit(one, run) for run in runs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            raise
 
 
 def _attempt(recipe: Mapping[str, Any], folder: Path, threads: int, tick: Tick | None) -> Ended:

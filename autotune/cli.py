@@ -361,6 +361,26 @@ def sweep(
 
 
 @app.command()
+def tune(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    budget: Annotated[
+        int | None, typer.Option("--budget", metavar="N", help="Rollouts of all rounds; 1000 as documented.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, metavar="K", help="Runs at a time, threads divided.")
+    ] = 1,
+) -> None:
+    """Carry out the staged procedure: baseline, KL and clip, throughput and quality, with gates."""
+    with exits():
+        from autotune import tune as staged
+        from autotune.recipe import load_recipe
+
+        checked = load_recipe(recipe, staged.with_preset(recipe, overrides or []))
+        staged.tune(checked, budget=budget, jobs=workers)
+
+
+@app.command()
 def doctor(
     trainer: Annotated[
         str, typer.Argument(help="native, trl, verl or openrlhf: whose versions to look at.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,21 +124,16 @@ def confirm(
     first = recipe.seed + section.seeds
     seeds = range(first, first + section.confirm)
     todo = [(name, seed) for seed in seeds for name in arms]
-
-    def one(job: tuple[str, int]) -> children.Reading | str:
-        name, seed = job
-        place = folder / "confirm" / name / f"seed-{seed}"
-        if not children.finished(place):
-            data = trial_data(recipe, arms[name], folder, f"confirm {name}", recipe.checkpoint.keep)
-            ended = children.carry_out({**data, "seed": seed}, place, children.threads_for(jobs))
-            if ended.code != children.DONE:
-                return ended.reason()
-        reading = children.read(place)
-        say(f"confirm {name}, seed {seed}: {_score(reading, recipe)}")
-        return reading
-
-    with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
-        results = dict(zip(todo, pool.map(one, todo), strict=True))
+    places = {(name, seed): folder / "confirm" / name / f"seed-{seed}" for name, seed in todo}
+    runs = []
+    for name, seed in todo:
+        data = trial_data(recipe, arms[name], folder, f"confirm {name}", recipe.checkpoint.keep)
+        runs.append(({**data, "seed": seed}, places[name, seed]))
+    ended = children.together(runs, jobs, lambda place: say(f"{place.relative_to(folder)} has ended"))
+    results: dict[tuple[str, int], children.Reading | str] = {}
+    for job, end in zip(todo, ended, strict=True):
+        bad = end is not None and end.code != children.DONE
+        results[job] = end.reason() if end is not None and bad else children.read(places[job])
     return tuple(_arm(name, values, results, recipe) for name, values in arms.items())
 
 
