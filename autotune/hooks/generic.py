@@ -150,7 +150,7 @@ class Autotune:
             reward_maximum=reward_maximum,
         )
         self._adapter = GenericAdapter(told, facts, undo)
-        Controller(ControlSettings(**self._control.model_dump()), self._adapter.facts())  # raises on bad rules
+        Controller(ControlSettings(**self._control.model_dump()), self._adapter.facts())  # may raise
         self._promised = tuple(metrics)
         self._state: Mapping[str, Any] | None = None
         self._guest: Guest | None = None
@@ -210,14 +210,21 @@ class Autotune:
         return self._guest.state_dict() if self._guest else dict(self._state or {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; before the first `step`.
+        """Go on where `state_dict` was taken; before the first `step`. The saved knobs are set at once.
 
         Raises:
-            InputError: it is too late.
+            InputError: it is too late, or a knob does not take its saved value.
         """
         if self._guest is not None:
             raise InputError("load_state_dict came after the first step; call it right after making Autotune")
         self._state = dict(state) or None
+        if not state:
+            return
+        now = self._adapter.knobs()
+        moved = {k: v for k, v in state["knobs"].items() if now.get(k) != v}
+        wrong = [item for item in self._adapter.apply(moved, int(state["epoch"])) if not item.ok]
+        if wrong:
+            raise InputError(f"the loop does not take its saved knobs back: {wrong[0].error}")
 
     def close(self, status: str = "done") -> None:
         """Write the journal's last line."""
