@@ -129,9 +129,9 @@ def test_state_goes_into_a_checkpoint_and_decisions_go_on(tmp_path: Path) -> Non
 
     again = start()
     second = tuner_on(again, tmp_path / "again", {"mode": "act"})
+    assert again.live[LR] != knobs[LR], "the changed knobs are not in a new process"
     second.load_state_dict(state)
     again.rollout, again.state = 6, weights
-    assert again.live[LR] != knobs[LR], "the changed knobs are not in a new process"
     assert drive(again, second, 34) == rest and any(rest)
     assert again.live.vector() == whole.live.vector()
     with pytest.raises(InputError, match="after the first step"):
