@@ -76,6 +76,7 @@ class FedRollouts:
         self._number = 0
         self._fed: Fed | None = None
         self.shortest_limit, self.why_not_shorter = 1, ""
+        self.has_own_weights = False
 
     def take(self, position: int, count: int, limit: int) -> Any:
         from autotune.trainer.prompts import Taken
