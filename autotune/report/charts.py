@@ -31,6 +31,7 @@ from autotune.report.look import (
     curve,
     decided,
     faults,
+    held_out,
     values,
 )
 from autotune.report.markup import tag
@@ -95,17 +96,7 @@ def _held_out(group: Group) -> Iterator[Curve]:
     for kind, dash in (("greedy", 1), ("sampled", 2)):
         score = evaluated(group, kind)
         if score.x:
-            at = {t: i for i, t in enumerate(score.x)}
-            x = [t - 1 if t else 0 for t in score.x]  # after rollout t - 1, or before the first
-            yield Curve(
-                f"held-out, {kind}",
-                x,
-                [score.mean[at[t]] for t in score.x],
-                "held",
-                count=score.count,
-                dash=dash,
-                dots=True,
-            )
+            yield held_out(f"held-out, {kind}", score, "held", dash=dash)
 
 
 def clip_ratio(group: Group, look: Look) -> Panel:

@@ -6,9 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from autotune.metrics import METRICS
 from autotune.report.groups import Group, course, evaluated, metric
-from autotune.report.look import CLIP_HIGH, CLIP_LOW, STEP_LIMIT, STEP_TARGET, Look, absent, curve, values
+from autotune.report.look import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    STEP_LIMIT,
+    STEP_TARGET,
+    Look,
+    absent,
+    curve,
+    held_out,
+    values,
+)
 from autotune.report.markup import tag
-from autotune.report.panels import Curve, Panel, Reference
+from autotune.report.panels import Panel, Reference
 from autotune.report.scales import Axis, asinh, linear
 from autotune.screen.marks import KL_BAND, cells
 
@@ -35,19 +45,7 @@ def _score_chart(groups: Sequence[Group], look: Look) -> Panel:
         score = evaluated(group, "greedy")
         score = score if score.x else evaluated(group, "sampled")
         if score.x:
-            curves.append(
-                Curve(
-                    group.label,
-                    score.x,
-                    score.mean,
-                    color(group),
-                    score.low,
-                    score.high,
-                    score.count,
-                    dash=dash(group),
-                    dots=True,
-                )
-            )
+            curves.append(held_out(group.label, score, color(group), dash=dash(group)))
     seen = [v for c in curves for column in (c.y, c.low, c.high) for v in column if v is not None]
     missing = "" if curves else "no held-out evaluation in these journals (recipe: eval.every)"
     return Panel(

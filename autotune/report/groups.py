@@ -9,7 +9,7 @@ were is kept beside them, since seeds that ended early make the tail thinner.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -102,12 +102,23 @@ def course(group: Group, column: Column) -> Course:
             if value is not None:
                 values.setdefault(rollout, []).append(value)
     x = sorted(seen)
-    here = [values.get(t, []) for t in x]
-    mean = [statistics.fmean(v) if v else None for v in here]
-    spread = [statistics.stdev(v) if len(v) > 1 else None for v in here]
+    return _course(x, [values.get(t, []) for t in x])
+
+
+def _course(x: list[int], values: list[list[float]]) -> Course:
+    """Mean, mean -/+ one standard deviation, and how many, per position."""
+    mean = [math.fsum(v) / len(v) if v else None for v in values]
+    spread = [_sd(v, m) for v, m in zip(values, mean, strict=True)]
     low = [None if m is None or s is None else m - s for m, s in zip(mean, spread, strict=True)]
     high = [None if m is None or s is None else m + s for m, s in zip(mean, spread, strict=True)]
-    return Course(x, mean, low, high, [len(v) for v in here])
+    return Course(x, mean, low, high, [len(v) for v in values])
+
+
+def _sd(values: list[float], mean: float | None) -> float | None:
+    """Sample standard deviation; None below two values."""
+    if mean is None or len(values) < 2:
+        return None
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
 def metric(name: str) -> Column:
@@ -134,8 +145,4 @@ def evaluated(group: Group, kind: str) -> Course:
             if score is not None:
                 values.setdefault(evaluation.rollout, []).append(score)
     x = sorted(values)
-    mean = [statistics.fmean(values[t]) for t in x]
-    spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else None for t in x]
-    low = [None if s is None else m - s for m, s in zip(mean, spread, strict=True)]
-    high = [None if s is None else m + s for m, s in zip(mean, spread, strict=True)]
-    return Course(x, [*mean], low, high, [len(values[t]) for t in x])
+    return _course(x, [values[t] for t in x])

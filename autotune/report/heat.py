@@ -63,7 +63,7 @@ def png(counts: Sequence[list[float] | None]) -> bytes:
     shares = [_shares(c) for c in counts]
     rows = bytearray()
     for row in range(ROWS - 1, -1, -1):
-        rows += b"\0" + bytes(opacity(column[row]) if column else 0 for column in shares)
+        rows += b"\0" + bytes(opacity(column[row]) if column and column[row] else 0 for column in shares)
     header = struct.pack(">IIBBBBB", len(counts), ROWS, 8, 3, 0, 0, 0)
     chunks = (
         (b"IHDR", header),
@@ -98,12 +98,15 @@ def edges() -> list[float]:
     return [-limit - width + width * i for i in range(ROWS + 1)]
 
 
+EDGES = edges()
+
+
 def quantile(counts: list[float] | None, share: float) -> float | None:
     """The ratio below which `share` of the tokens lie, to the width of a bin; None without counts."""
     total = sum(counts) if counts else 0.0
     if not counts or total <= 0:
         return None
-    below, places = 0.0, edges()
+    below, places = 0.0, EDGES
     for i, count in enumerate(counts):
         if below + count >= share * total and count:
             inside = (share * total - below) / count

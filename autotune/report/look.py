@@ -46,6 +46,12 @@ def values(*courses: Course) -> list[float]:
     return [v for c in courses for column in (c.mean, c.low, c.high) for v in column if v is not None]
 
 
+def held_out(name: str, score: Course, color: str, *, dash: int = 0) -> Curve:
+    """Scores as points: the one of t rollouts stands at the last of them, that of none at the first."""
+    x = [max(t - 1, 0) for t in score.x]
+    return Curve(name, x, score.mean, color, score.low, score.high, score.count, dash=dash, dots=True)
+
+
 def absent(group: Group, *names: str) -> str:
     """Why none of these metrics is there, in words; empty when one of them is."""
     if any(name in run.metrics for run in group.runs for name in names):

@@ -30,6 +30,8 @@ POINTS = 600
 POINTS_IN_ALL = 24_000
 """Of all runs' own charts together, per chart; so that a page of many runs stays small."""
 FEWEST = 60
+MOST_WITH_SIGNALS = 40
+"""On a page of more runs each run's own part has the main charts only."""
 GENERATOR = "autotune report"
 
 
@@ -133,7 +135,14 @@ class _Page:
         notes = [tag("li", text("b", run.label), ": ", esc(note)) for run in self.runs for note in run.notes]
         notes += [tag("li", text("b", "not shown"), ": ", esc(problem)) for problem in self.problems]
         listed = tag("ul", *notes, class_="notes") if notes else ""
-        return tag("section", *boxes, *told, listed, class_="answer", aria_label="Verdict")
+        return tag(
+            "section",
+            tag("div", *boxes, class_="boxes"),
+            *told,
+            listed,
+            class_="answer",
+            aria_label="Verdict",
+        )
 
     def _headline(self, line: verdict.Headline) -> str:
         signs = {"helped": "✓", "harmed": "✗", "no difference": "=", "one pair": "≈", "alone": "→"}
@@ -187,6 +196,8 @@ class _Page:
     def _charts(self, group: Group, look: Look) -> str:
         """What happened, over one axis from top to bottom; then the other signals, two in a row."""
         strip = tag("div", *(self._draw(panel) for panel in charts.strip(group, look)), class_="strip")
+        if len(self.runs) > MOST_WITH_SIGNALS and len(group.runs) == 1:
+            return strip
         grid = tag("div", *(self._draw(panel) for panel in charts.signals(group, look)), class_="grid")
         return strip + grid
 
@@ -223,8 +234,10 @@ class _Page:
         words = (
             f"Drawn from the journals alone, by autotune {autotune.__version__}.", drawn,
             "A metric that a trainer does not measure has no curve: its chart says why.",
+            "Of so many runs each one's own part has its main charts only; report it alone for all of them."
+            if len(self.runs) > MOST_WITH_SIGNALS else "",
         )  # fmt: skip
-        return tag("footer", *(text("p", w) for w in words))
+        return tag("footer", *(text("p", w) for w in words if w))
 
 
 def _reason(run: RunData) -> list[str]:
