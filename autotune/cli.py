@@ -427,14 +427,20 @@ def report(
         Path | None,
         typer.Option("--out", metavar="FILE", help="The page; otherwise report.html in the run, or here."),
     ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FOLDER", help="The charts as PNG too; needs Chromium or Chrome."),
+    ] = None,
 ) -> None:
     """Show runs as one page in a file: what the controller did, and whether it helped."""
     with exits():
         from autotune.report.command import write_report
 
-        written = write_report(runs, out)
+        written = write_report(runs, out, png)
         words = f"✓ {written.file}: {written.runs} run{'s' * (written.runs != 1)}"
         _console().print(Text(words, "bold green"), soft_wrap=True)
+        if written.pictures:
+            _console().print(Text(f"✓ {png}: {len(written.pictures)} pictures", "bold green"), soft_wrap=True)
         for problem in written.problems:
             _console().print(Text(f"• not shown: {problem}", "yellow"), soft_wrap=True)
 

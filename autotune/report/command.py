@@ -14,6 +14,7 @@ from pathlib import Path
 
 from autotune.errors import AutotuneError, InputError
 from autotune.report.page import GENERATOR, render
+from autotune.report.pictures import browser, write_pictures
 from autotune.report.runs import JOURNAL, RunData, read_run
 
 NAME = "report.html"
@@ -25,24 +26,29 @@ class Written:
 
     file: Path
     runs: int
+    pictures: list[Path]
     problems: list[str]
     """What could not be read, in words with the next move."""
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> Written:
+def write_report(paths: Sequence[Path], out: Path | None = None, png: Path | None = None) -> Written:
     """Read the runs and write the page.
 
     Args:
         paths: run folders, journals, or folders of run folders.
+        png: a folder for the charts as PNG files, which a browser draws.
         out: the file; otherwise `report.html` in the run's folder, or here when there are several runs.
 
     Raises:
         InputError: nothing can be read, or the file cannot be written; with every reason.
     """
+    if png is not None:
+        browser()  # before anything is written
     runs, problems = read_all(paths)
     file = out or (Path(runs[0].folder) / NAME if len(runs) == 1 else Path(NAME))
     _write(file, render(runs, problems))
-    return Written(file, len(runs), problems)
+    pictures = write_pictures(runs, png) if png is not None else []
+    return Written(file, len(runs), pictures, problems)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:

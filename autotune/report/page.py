@@ -70,7 +70,7 @@ class _Page:
             '<meta name="color-scheme" content="light dark">',
             '<link rel="icon" href="data:,">',
             text("title", f"{self.title} · autotune"),
-            tag("style", _asset("page.css")),
+            tag("style", asset("page.css")),
         )
         body = tag(
             "body",
@@ -79,7 +79,7 @@ class _Page:
             tag("main", *self._main(), id="main"),
             self._footer(),
             '<div id="tip" role="tooltip" hidden></div><p id="said" class="unseen" aria-live="polite"></p>',
-            tag("script", _asset("page.js")),
+            tag("script", asset("page.js")),
         )
         return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
 
@@ -247,5 +247,6 @@ def _reason(run: RunData) -> list[str]:
     return [text("p", run.reason, class_=f"reason {style}")]
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this package, as text."""
     return files("autotune.report").joinpath(name).read_text("utf-8")
