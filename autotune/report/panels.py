@@ -116,6 +116,7 @@ def draw(panel: Panel, key: str) -> str:
     drawn = _thinned(panel)
     body = tag(
         "div",
+        *_grid(panel),
         _svg(panel, drawn, key),
         *_labels(panel),
         *_crosses(),
@@ -375,8 +376,18 @@ def _key(curve: Curve) -> str:
     return tag("span", sample, esc(curve.name))
 
 
+def _grid(panel: Panel) -> Iterator[str]:
+    """Thin lines at the ticks of the left axis, behind the curves."""
+    for value in panel.left.ticks(_most_ticks(panel)):
+        yield tag("i", class_="grid", style=f"top:{100 * (1 - panel.left.place(value)):.2f}%")
+
+
+def _most_ticks(panel: Panel) -> int:
+    return 2 if panel.height < 80 else 3 if panel.height < 120 else 5
+
+
 def _labels(panel: Panel) -> Iterator[str]:
-    most = 2 if panel.height < 80 else 3 if panel.height < 120 else 5
+    most = _most_ticks(panel)
     for right, axis in ((False, panel.left), (True, panel.right)):
         if axis is None:
             continue
@@ -389,8 +400,6 @@ def _labels(panel: Panel) -> Iterator[str]:
                 style=place,
                 aria_hidden="true",
             )
-            if not right:
-                yield tag("i", class_="grid", style=place)
     for ref in panel.references:
         axis = _axis(panel, ref.right)
         value = ref.value if ref.high is None else ref.high

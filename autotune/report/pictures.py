@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import InputError, RunError
@@ -30,16 +31,19 @@ WIDTH = 720
 """CSS pixels; a picture has SCALE times as many."""
 SCALE = 3
 """720 x 3 pixels are 300 to the inch on a text width of 18 cm."""
-ABOVE, BELOW = 28, 30
-"""CSS pixels of a chart's caption, and of its rollouts or the gap below it."""
+ABOVE, BELOW, BARE = 28, 30, 8
+"""CSS pixels of a chart's caption, of the rollouts written below it, and of the gap where none are."""
 SECONDS = 60
 
 PAPER = """
 :root { color-scheme: light }
-body { background: #fff; margin: 0; width: %dpx; --left: 62px; --right: 62px }
+body { background: #fff; margin: 0; width: %dpx; --left: 58px; --right: 58px }
 .panel { margin: 0; border: 0; border-radius: 0; padding: 0; background: #fff }
-figcaption { height: %dpx; margin: 0; padding: 6px 6px 0; flex-wrap: nowrap; white-space: nowrap; overflow: hidden }
+figcaption { height: %dpx; margin: 0; padding: 6px 6px 0; flex-wrap: nowrap; white-space: nowrap }
 .panel::after { content: ""; display: block; height: %dpx }
+.panel.bare::after { height: %dpx }
+.panel:not(.bare) .plot::after { content: "rollout"; position: absolute; top: 100%%; right: -52px;
+  margin-top: 6px; font-size: 11px; line-height: 1; color: var(--soft) }
 .totable, .note, .cursor { display: none }
 .mark { pointer-events: none }
 """
@@ -63,7 +67,7 @@ def browser() -> str:
                 else "--png needs Chromium or Chrome, and none is here"
             )
             + "; install one (Debian: apt-get install chromium), name it with CHROMIUM=/path, or copy the run"
-            " folders to a machine that has one. The page itself needs no browser to be written: leave out --png"
+            " folders to a machine that has one. The page itself can be written without: leave out --png"
         )
     return found
 
@@ -86,7 +90,7 @@ def write_pictures(runs: Sequence[RunData], folder: Path) -> list[Path]:
 
 
 def figures(runs: Sequence[RunData]) -> Iterator[tuple[str, list[Panel]]]:
-    """(file name, charts from top to bottom) of every figure; charts that have nothing to show are left out."""
+    """(file name, charts from top to bottom) of every figure; charts with nothing to show are left out."""
     groups = group_runs(runs)
     if len(groups) > 1:
         for panel in compared.compared(groups, Look(span_of(runs), POINTS, {})):
@@ -117,8 +121,9 @@ def _safe(name: str) -> str:
 
 
 def _picture(command: str, panels: Sequence[Panel], target: Path) -> Path:
-    height = sum(panel.height + ABOVE + BELOW for panel in panels)
-    style = _light(asset("page.css")) + PAPER % (WIDTH, ABOVE, BELOW)
+    panels = [*panels[:-1], replace(panels[-1], numbered=True)]
+    height = sum(ABOVE + panel.height + (BELOW if panel.numbered else BARE) for panel in panels)
+    style = _light(asset("page.css")) + PAPER % (WIDTH, ABOVE, BELOW, BARE)
     body = "".join(draw(panel, f"p{i}") for i, panel in enumerate(panels))
     page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{esc(target.stem)}</title>'
     page += tag("style", style) + f"</head><body>{body}</body></html>"
@@ -150,6 +155,5 @@ def _shoot(command: str, source: Path, target: Path, height: int, profile: Path)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     if not target.is_file():
-        raise RunError(
-            f"{command} drew no picture: {why or 'it said nothing'}; name another one with CHROMIUM=/path"
-        )
+        said = why or "it said nothing"
+        raise RunError(f"{command} drew no picture: {said}; name another one with CHROMIUM=/path")
