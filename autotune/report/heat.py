@@ -72,10 +72,11 @@ def png(counts: Sequence[list[float] | None]) -> bytes:
         (b"IDAT", zlib.compress(bytes(rows), 9)),
         (b"IEND", b""),
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, body) for name, body in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, body) for name, body in chunks)
 
 
-def _chunk(name: bytes, body: bytes) -> bytes:
+def chunk(name: bytes, body: bytes) -> bytes:
+    """One chunk of a PNG: its length, name, body and checksum."""
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from pathlib import Path
 from autotune.errors import InputError, RunError
 from autotune.report import charts, compared, timelines
 from autotune.report.groups import Group, group_runs
+from autotune.report.heat import chunk
 from autotune.report.look import Look, span_of
 from autotune.report.markup import esc, tag
 from autotune.report.page import POINTS, asset
@@ -33,6 +36,8 @@ SCALE = 3
 """720 x 3 pixels are 300 to the inch on a text width of 18 cm."""
 ABOVE, BELOW, BARE = 28, 30, 8
 """CSS pixels of a chart's caption, of the rollouts written below it, and of the gap where none are."""
+SPARE = 240
+"""CSS pixels: a window is taller than the page that it shows, and by how much differs; cut off again."""
 SECONDS = 60
 
 PAPER = """
@@ -130,9 +135,29 @@ def _picture(command: str, panels: Sequence[Panel], target: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix="autotune-") as place:
         source, drawn = Path(place) / "page.html", Path(place) / "page.png"
         source.write_text(page, "utf-8")
-        _shoot(command, source, drawn, height, Path(place) / "profile")
-        shutil.copyfile(drawn, target)
+        _shoot(command, source, drawn, height + SPARE, Path(place) / "profile")
+        target.write_bytes(cropped(drawn.read_bytes(), height * SCALE))
     return target
+
+
+def cropped(png: bytes, rows: int) -> bytes:
+    """The upper `rows` pixel rows of a PNG: what follows a row is never needed to read it."""
+    width, _, depth, kind = struct.unpack(">IIBB", png[16:26])
+    line = 1 + width * depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[kind] // 8
+    chunks = list(_chunks(png))
+    pixels = zlib.decompress(b"".join(body for name, body in chunks if name == b"IDAT"))[: rows * line]
+    header = png[16:20] + struct.pack(">I", len(pixels) // line) + png[24:29]
+    others = [(n, b) for n, b in chunks if n not in (b"IHDR", b"IDAT", b"IEND")]
+    made = [(b"IHDR", header), *others, (b"IDAT", zlib.compress(pixels, 9)), (b"IEND", b"")]
+    return png[:8] + b"".join(chunk(name, body) for name, body in made)
+
+
+def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 8
+    while at < len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        yield png[at + 4 : at + 8], png[at + 8 : at + 8 + size]
+        at += size + 12
 
 
 def _light(style: str) -> str:
@@ -144,8 +169,8 @@ def _shoot(command: str, source: Path, target: Path, height: int, profile: Path)
     options = [
         command, "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={profile}", f"--window-size={WIDTH},{height}", f"--force-device-scale-factor={SCALE}",
-        f"--screenshot={target}", source.as_uri(),
+        f"--user-data-dir={profile}", f"--window-size={WIDTH},{height}",
+        f"--force-device-scale-factor={SCALE}", f"--screenshot={target}", source.as_uri(),
     ]  # fmt: skip
     if os.geteuid() == 0:
         options.insert(1, "--no-sandbox")
@@ -155,5 +180,6 @@ def _shoot(command: str, source: Path, target: Path, height: int, profile: Path)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     if not target.is_file():
+        said = why or "it said nothing"
         said = why or "it said nothing"
         raise RunError(f"{command} drew no picture: {said}; name another one with CHROMIUM=/path")
