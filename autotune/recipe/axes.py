@@ -218,14 +218,14 @@ def _nearest(lattice: Iterable[int], size: int) -> int:
     return min(lattice, key=lambda d: (abs(math.log(d / size)), -d))
 
 
-def with_values(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved recipe's data with fields set; sections on the way are made.
+def with_values(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe's data with fields set; sections on the way are made, comments in it stay.
 
     Args:
         data: a recipe as JSON data.
         values: dotted field -> value.
     """
-    changed = copy.deepcopy(dict(data))
+    changed = copy.deepcopy(data)
     for path, value in values.items():
         here: Any = changed
         *parents, last = path.split(".")
