@@ -31,7 +31,10 @@ if (
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "gguf", "autotune.trainer", "autotune.hooks.trl")
+TRAIN = (
+    *("torch", "transformers", "deepspeed", "safetensors", "gguf"),
+    *("autotune.trainer", "autotune.hooks.trl"),
+)
 """Modules of the extra `train`, and the package that is made of them."""
 
 
