@@ -4,7 +4,7 @@
   const tip = document.getElementById("tip"), said = document.getElementById("said");
   const numbers = new Map();
 
-  /** The numbers of a chart: {t: title, x: rollouts, a, b: span, s: [{n: name, y: values, l, h: band, k: seeds, p: percent, u: unit}]}. */
+  /** The numbers of a chart: {t: title, x: rollouts, a, b: span, s: [{n: name, y: values, l, h: band, k: seeds, p: percent, o: sparse, u: unit}]}. */
   function dataOf(key) {
     if (!numbers.has(key)) numbers.set(key, JSON.parse(document.getElementById(key + "-d").textContent));
     return numbers.get(key);
@@ -13,7 +13,7 @@
   function write(value, percent) {
     if (value === null || value === undefined) return "–";
     const v = percent ? 100 * value : value, size = Math.abs(v);
-    const short = size !== 0 && (size < 1e-3 || size >= 1e6) ? v.toExponential(2) : String(Number(v.toPrecision(4)));
+    const short = size >= 1e6 ? v.toExponential(3) : String(Number(v.toPrecision(4)));
     return percent ? short + " %" : short;
   }
 
@@ -54,6 +54,7 @@
     box.append(Object.assign(document.createElement("b"), {textContent: `rollout ${x}`}));
     const table = box.appendChild(document.createElement("table"));
     for (const series of d.s) {
+      if (series.o && series.y[i] === null) continue; // sparse points
       const row = table.insertRow(), name = row.insertCell();
       name.append(Object.assign(document.createElement("i"), {className: series.c}), series.n);
       row.insertCell().textContent = reading(series, i);

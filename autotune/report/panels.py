@@ -211,6 +211,8 @@ def _numbers(panel: Panel, drawn: _Drawn) -> dict[str, object]:
         entry: dict[str, object] = {"n": curve.name, "c": curve.color, "y": [short(v) for v in curve.y]}
         if axis.percent:
             entry["p"] = 1
+        if curve.dots:
+            entry["o"] = 1
         if axis.unit:
             entry["u"] = axis.unit
         if any(v is not None for v in curve.low):

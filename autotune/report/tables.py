@@ -207,7 +207,7 @@ def _decision_row(step: Step, id: str) -> str:
     return tag(
         "tr",
         text("td", step.rollout, class_="n"),
-        tag("th", sign, rule, scope="row", class_="rule"),
+        tag("th", sign, " ", rule, scope="row", class_="rule"),
         tag("td", change),
         tag("td", text("span", step.reason), _facts(step.evidence)),
         tag("td", *_verdict(step)),
@@ -230,7 +230,7 @@ def _verdict(step: Step) -> list[str]:
     if step.verdict:
         when = f" at {step.verdict_rollout}" if step.verdict_rollout is not None else ""
         word = text("b", f"{step.verdict}{when}", class_=f"verdict {step.verdict}")
-        return [word, text("span", step.verdict_reason), _facts(step.statistics)]
+        return [word, " ", text("span", step.verdict_reason), _facts(step.statistics)]
     words = _UNJUDGED.get(step.outcome, "")
     return [text("span", words, class_="quiet") if words else "", _facts(step.statistics)]
 
@@ -239,7 +239,7 @@ def _facts(values: object) -> str:
     pairs = list(acts.plain(values)) if isinstance(values, dict) else []
     if not pairs:
         return ""
-    return tag("dl", *(tag("div", text("dt", n), text("dd", v)) for n, v in pairs), class_="facts")
+    return tag("dl", *(tag("div", text("dt", n), " ", text("dd", v)) for n, v in pairs), class_="facts")
 
 
 def others(run: RunData) -> str:

@@ -169,6 +169,7 @@ def _places(console: Console, story: Story, folder: Path, mlflow_hint: str) -> N
     """Where everything is. Paths and commands stay on one line, to be copied as they are."""
     journal = short_path(folder / "journal.jsonl")
     _place(console, "journal", journal, f"autotune replay {shlex.quote(journal)}")
+    _place(console, "report", f"autotune report {shlex.quote(short_path(folder))}")
     if story.checkpoints:
         model = short_path(story.checkpoints[-1].get("path", folder / "checkpoints"))
         _place(console, "model", model, f'AutoModelForCausalLM.from_pretrained("{model}")')
