@@ -20,6 +20,7 @@ from autotune.recipe.data_checks import check_rewards, check_task
 from autotune.recipe.deepspeed_checks import check_deepspeed
 from autotune.recipe.facts import knob_vector
 from autotune.recipe.model_checks import check_model, check_offline
+from autotune.recipe.rollout_checks import check_rollout
 from autotune.recipe.schedule import KnobSchedule, load_schedule
 from autotune.recipe.schema import (
     Recipe,
@@ -379,6 +380,7 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     check_offline,
     check_task,
     check_rewards,
+    check_rollout,
     check_deepspeed,
     check_sweep,
 )

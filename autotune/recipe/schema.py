@@ -7,6 +7,7 @@ messages with lines are in `autotune.recipe.load`. Nothing heavy is imported her
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -394,6 +395,10 @@ class RolloutSection(Section):
     importance_cap: Literal["auto"] | Annotated[float, Field(ge=1)] | None = "auto"
     """A token's loss is weighted by min(trainer's probability / sampler's, cap); null does not weight;
     auto is 2 for vLLM and null for hf, which samples from the trained weights themselves."""
+
+    def highest_temperature(self) -> float:
+        """vLLM refuses more than 2."""
+        return math.inf if self.engine == "hf" else 2.0
 
     def cap(self) -> float | None:
         """The importance weights' cap in force."""

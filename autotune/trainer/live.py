@@ -42,6 +42,7 @@ class LiveKnobs:
         use_critic_learning_rate: UseRate | None = None,
         smallest_group: int = 2,
         shortest_prompts: tuple[int, str] = (1, ""),
+        highest_temperature: float = math.inf,
     ) -> None:
         """Start from the recipe's vector.
 
@@ -55,6 +56,7 @@ class LiveKnobs:
             use_critic_learning_rate: the same for the critic.
             smallest_group: lowest `rollout_n`: 1 where a critic needs no siblings.
             shortest_prompts: lowest `max_prompt_length`, and why it is that.
+            highest_temperature: that the engine which samples accepts.
         """
         self.epoch = 0
         self._values = dict(values)
@@ -65,6 +67,7 @@ class LiveKnobs:
         self._use_rate["critic_learning_rate"] = use_critic_learning_rate
         self._smallest_group = smallest_group
         self._shortest_prompts = shortest_prompts
+        self._highest_temperature = highest_temperature
         self._wanted = {k: values[k] for k in ("micro_batch_size", "rollout_micro_batch_size")}
 
     def __getitem__(self, name: str) -> float:
@@ -144,6 +147,10 @@ class LiveKnobs:
             raise AdapterError(f"{name} = {value:g}: expected a whole number from {floor} up")
         if name == "max_prompt_length" and value < self._shortest_prompts[0]:
             raise AdapterError(f"max_prompt_length = {value:g}: {self._shortest_prompts[1]}")
+        if name == "temperature" and value > self._highest_temperature:
+            raise AdapterError(
+                f"temperature = {value:g}: the engine samples at {self._highest_temperature:g} at most"
+            )
         if name in _STRICTLY_POSITIVE and value == 0:
             raise AdapterError(f"{name} = 0: expected a number above 0")
         if name == "clip_range_low" and value >= 1:

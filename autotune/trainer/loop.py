@@ -135,6 +135,7 @@ class Trainer:
             use_critic_learning_rate=self._use_critic_learning_rate,
             smallest_group=1 if recipe.trainer.has_critic else 2,
             shortest_prompts=(self.parts.prompts.shortest_limit, self.parts.prompts.why_not_shorter),
+            highest_temperature=recipe.rollout.highest_temperature(),
         )
         if resume:
             self._resume()

@@ -65,6 +65,37 @@ def test_tokens_do_not_depend_on_the_split(
     assert same.float().mean() > 0.9  # near ties are rare, so this is not an empty promise
 
 
+@pytest.mark.parametrize("size", [36, 5])
+def test_a_static_cache_draws_the_same(
+    sampler: HfSampler, tiny_model: PreTrainedModel, prompts: Prompts, size: int
+) -> None:
+    """Rows are filled up to 64 and 8 with copies, the cache to 128 positions: nothing of it comes out."""
+    static = HfSampler(tiny_model, [END], PAD, record_gaps=True, static_cache=True)
+    expected, drawn = in_parts(sampler, prompts, 36), in_parts(static, prompts, size)
+    assert expected.gaps is not None and expected.log_probs is not None and drawn.log_probs is not None
+    for row, position in first_differences(expected, drawn):
+        assert expected.gaps[row, position] < 1e-4
+    same = (expected.ids == drawn.ids).all(dim=1)  # [B]
+    assert same.float().mean() > 0.9
+    assert torch.equal(expected.mask[same], drawn.mask[same])
+    assert torch.equal(expected.truncated[same], drawn.truncated[same])
+    assert torch.allclose(expected.log_probs[same], drawn.log_probs[same], atol=1e-5)
+
+
+def test_a_static_cache_is_kept_between_calls_and_follows_the_weights(
+    tiny_model: PreTrainedModel, prompts: Prompts
+) -> None:
+    static = HfSampler(tiny_model, [END], PAD, record_gaps=True, static_cache=True)
+    first = in_parts(static, prompts, 36)
+    (kept,) = static._caches.values()
+    again = in_parts(static, prompts, 36)
+    assert next(iter(static._caches.values())) is kept
+    assert torch.equal(first.ids, again.ids)
+    with torch.no_grad():
+        tiny_model.get_output_embeddings().weight.neg_()
+    assert not torch.equal(in_parts(static, prompts, 36).ids, first.ids)
+
+
 def test_a_near_tie_is_where_a_split_may_differ(sampler: HfSampler, prompts: Prompts) -> None:
     """The recorded gap is that of the perturbed scores: shifting one by more than it flips a token."""
     whole = in_parts(sampler, prompts, 36)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from autotune.recipe.deepspeed import plan
 from autotune.recipe.schema import Recipe
 from autotune.trainer.models import model_source
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rollout.base import Sampler
+from autotune.trainer.rollout.client import ServerEngine
 from autotune.trainer.rollout.hf import HfSampler
-from autotune.trainer.rollout.vllm import VllmSampler
+from autotune.trainer.rollout.vllm import Generator, VllmSampler
 from autotune.trainer.rollout.vllm_engine import EngineOptions, VllmEngine
 
 
@@ -30,8 +32,15 @@ def build_sampler(
     """
     rollout = recipe.rollout
     if rollout.engine == "hf":
-        return HfSampler(model, end_ids, pad_id)
-    engine = VllmEngine(engine_options(recipe, model, ranks))
+        # At ZeRO 3 weights are gathered anew for every rollout: there is no place that a graph could keep.
+        static = False if plan(recipe.deepspeed).stage == 3 else rollout.static_cache
+        return HfSampler(model, end_ids, pad_id, static_cache=static)
+    options = engine_options(recipe, model, ranks)
+    engine: Generator
+    if rollout.engine == "vllm_server":
+        engine = ServerEngine(options, rollout.server, ranks.rank)
+    else:
+        engine = VllmEngine(options)
     return VllmSampler(engine, model, end_ids, pad_id, rollout.request_seeds)
 
 
