@@ -218,7 +218,7 @@ def verdict(outcome: Outcome, recipe: Recipe) -> list[str]:
     states = ", ".join(f"{count} {name}" for name, count in outcome.states.items())
     kind = settings(recipe).score
     lines = [f"Best: trial {outcome.slot}, {kind} held-out score {outcome.values[0]:.3f} (chosen by it)."]
-    for arm in outcome.arms:
+    for arm in outcome.arms if settings(recipe).confirm else ():
         what = "the best recipe" if arm.name == BEST else "this recipe as it was"
         lines.append(f"On fresh seeds {what}: {arm.interval or 'no run finished'}.")
         lines += [f"Seed {seed} of it failed: {reason}" for seed, reason in arm.reasons.items()]

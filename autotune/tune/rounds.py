@@ -15,7 +15,7 @@ from typing import Any
 from autotune import children
 from autotune.children import Reading
 from autotune.errors import RunError
-from autotune.procedure import WINDOW, Condition, Round
+from autotune.procedure import RUNS, WINDOW, Condition, Round, summary
 from autotune.recipe import Recipe
 from autotune.recipe.facts import reward_range
 from autotune.statistics import reward_noise_sd
@@ -139,5 +139,6 @@ def _in_most(group: Sequence[Condition]) -> Condition:
     values = [c.value for c in group if c.value is not None]
     value = _mean(values) if len(values) == len(group) else None
     after = max((c.after for c in met if c.after is not None), default=None) if enough else None
-    reason = f"{like.reason} (met in {len(met)} of {len(group)} runs)"
+    spread = f"{summary(values)}; " if len(values) == len(group) >= RUNS else ""
+    reason = f"{like.reason} ({spread}met in {len(met)} of {len(group)} runs)"
     return Condition(like.id, enough, reason, value, like.limit, like.knob, after, like.offered)

@@ -78,8 +78,9 @@ def summary(
     lines += [f"After {last.name}, rollout {last.last}: held-out score {_shown(last.scores())}.", ""]
     lines += [f"- `{name}`, held out: {_shown(values)}" for name, values in further.items()]
     lines += ["", "![reward and KL by round](rounds.svg)", "", "## Rounds", "", *_table(stages)]
-    for judgement in judgements:
-        lines += ["", *_answers(judgement)]
+    for name in dict.fromkeys(judgement.round for judgement in judgements):
+        lines += ["", f"### {name}", ""]
+        lines += [text for j in judgements if j.round == name for text in _answers(j)]
     return "\n".join(lines) + "\n"
 
 
@@ -104,8 +105,7 @@ def _compared(before: Sequence[float], after: Sequence[float]) -> str:
 
 
 def _answers(judgement: Judgement) -> list[str]:
-    lines = [f"### {judgement.round}", ""]
-    lines += [f"- gate {g.id} {'met' if g.passed else '**not met**'}: {g.reason}" for g in judgement.gates]
+    lines = [f"- gate {g.id} {'met' if g.passed else '**not met**'}: {g.reason}" for g in judgement.gates]
     for condition in judgement.conditions:
         word = "**changed**" if condition.id in judgement.chosen else "met" if condition.met else "not met"
         lines.append(f"- {condition.id}: {word}: {condition.reason}")
