@@ -445,6 +445,26 @@ def report(
             _console().print(Text(f"• not shown: {problem}", "yellow"), soft_wrap=True)
 
 
+@app.command()
+def dashboard(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders of runs, or folders that hold some; default: runs."),
+    ] = None,
+    uri: Annotated[str | None, typer.Option("--uri", help="Another tracking server.")] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of MLflow's interface.")] = 5000,
+    study: Annotated[
+        str | None, typer.Option("--study", metavar="URL", help="Optuna storage to show beside it.")
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser, where there is a screen.")] = True,
+) -> None:
+    """Compare runs in MLflow: reward, KL, clip ratio, knobs and held-out scores on one page."""
+    with exits():
+        from autotune.dashboard import Wanted, dashboard
+
+        dashboard(Wanted(folders or [Path("runs")], uri, port, study, browser), _console())
+
+
 # ------------------------------------------------------------------------------------- endings
 
 

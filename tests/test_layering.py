@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # L4: where trainer, adapter, controller and sinks meet.
     ("testing", "doctor", "check", "replay", "advise", "ranks", "run", "launch", "ctl"),
     # L5: many runs.
-    ("children", "sweep", "tune", "report"),
+    ("children", "sweep", "tune", "report", "dashboard"),
     # L6: the command line.
     ("cli", "__main__"),
 )
@@ -49,7 +49,10 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": tuple(name for layer in LAYERS[1:] for name in layer),
     "pydantic": ("recipe", "hooks", "sweep"),
     "ruamel": ("recipe", "hooks"),
-    "rich": ("screen", "check", "doctor", "replay", "advise", "run", "ctl", "sweep", "tune", "report", "cli"),
+    "rich": (
+        *("screen", "check", "doctor", "replay", "advise", "run", "ctl", "sweep", "tune", "report"),
+        *("dashboard", "cli"),
+    ),
     "typer": ("cli",),
     "torch": ("trainer", "hooks.trl"),
     "transformers": ("trainer", "hooks.trl"),

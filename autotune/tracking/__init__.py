@@ -15,6 +15,7 @@ tracker, the run goes on, and `autotune sync RUN` is the same feeder run again t
     book     what a sweep tells of itself and its trials; book_feeder delivers it
     patience retrying while a store is down; one feeder at a time
     groups   runs that hold other runs: a sweep above its trials, a trial above its seeds
+    comparison  a page that compares runs, as an artifact
     store    the only file that imports mlflow
 """
 

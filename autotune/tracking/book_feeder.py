@@ -20,6 +20,7 @@ from typing import Any
 
 from autotune.errors import InputError
 from autotune.story import finite
+from autotune.tracking.groups import BOOK_TAG
 from autotune.tracking.names import clean_names, params_of, tags_in_limits
 from autotune.tracking.patience import POLL_SECONDS, GaveUp, only_one, persist
 from autotune.tracking.payload import STATUSES, Point
@@ -112,7 +113,7 @@ class BookFeeder:
         values = {name: finite(v) for name, v in clean_names(line.get("metrics") or {}).items()}
         step = int(line.get("step") or 0)
         group.log_points([Point(n, v, step, moment / 1000) for n, v in values.items() if v is not None])
-        tags = {**(line.get("tags") or {}), "mlflow.note.content": line.get("note")}
+        tags = {**(line.get("tags") or {}), "mlflow.note.content": line.get("note"), BOOK_TAG: self.path.name}
         for name, value in tags_in_limits(tags).items():
             group.set_tag(name, value)
         for file in line.get("files") or ():

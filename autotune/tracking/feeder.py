@@ -45,6 +45,7 @@ TABLE_SECONDS = 20.0
 ARTIFACTS = ("journal.jsonl", "recipe.resolved.json", "environment.json")
 DECISIONS, FIGURE = "decisions.json", "figures/policy_ratio.png"
 SAMPLES_PER_CALL = 40
+LOCK = ".mlflow.lock"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,7 +223,9 @@ class Feeder:
             if (self.folder / name).exists():
                 store.log_file(self.folder / name)
         if status is not None:
-            store.terminate(status, round(_moment(self.story.end or {}, self._written()) * 1000))
+            end_ms = round(_moment(self.story.end or {}, self._written()) * 1000)
+            store.terminate(status, end_ms)
+            store.end_groups(status, end_ms)
         self._sign(finished=status is not None)
 
     def _sign(self, **changes: Any) -> None:
@@ -261,6 +264,15 @@ def resolve_uri(folder: Path, uri: str | None) -> str:
     return uri or os.environ.get(URI_VARIABLE) or wanted or local_uri(folder)
 
 
+def busy(folder: Path) -> bool:
+    """Whether a feeder is delivering this run at the moment."""
+    try:
+        with only_one(folder / LOCK, wait=0.0):
+            return False
+    except InputError:
+        return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the feeder; 0 when everything is delivered, 1 when not, 2 on bad input."""
     options = _options(arguments)
@@ -282,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def deliver(folder: Path, uri: str, follow: int | None, patience: float) -> int:
     """Deliver one run folder, following its writer when there is one."""
     alive = parent_alive(follow) if follow else lambda: False
-    with only_one(folder / ".mlflow.lock", wait=30.0 if follow else 2.0):
+    with only_one(folder / LOCK, wait=30.0 if follow else 2.0):
         feeder = Feeder(folder, uri, Spool(folder / "journal.jsonl", alive), patience)
         with sampled(folder, follow):
             feeder.feed()

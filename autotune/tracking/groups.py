@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 PARENT_TAG = "mlflow.parentRunId"
 GROUP_TAG = "autotune.group"
+BOOK_TAG = "autotune.book"
+"""On a group that somebody tells of (`autotune.tracking.book`) and will end."""
 SETTLE_SECONDS = 1.0
 """How long a maker waits for the other makers' runs to be seen."""
 
@@ -50,3 +52,28 @@ def _make(client: Any, experiment_id: str, names: Sequence[str], parent: str, st
     if chosen != run.info.run_id:
         client.delete_run(run.info.run_id)
     return str(chosen)
+
+
+def end_groups(client: Any, run_id: str, status: str, end_ms: int) -> None:
+    """The groups above a run that ended: those that nobody tells of end with their latest run."""
+    for group in _above(client, run_id):
+        if BOOK_TAG not in group.data.tags:
+            client.set_terminated(group.info.run_id, status=status, end_time=end_ms)
+
+
+def reopen_groups(client: Any, run_id: str) -> None:
+    """The groups above a run that begins, or goes on, are running."""
+    for group in _above(client, run_id):
+        if BOOK_TAG not in group.data.tags and group.info.status != "RUNNING":
+            client.update_run(group.info.run_id, status="RUNNING")
+
+
+def _above(client: Any, run_id: str) -> Iterator[Any]:
+    """The runs that a run is nested under, innermost first."""
+    above = client.get_run(run_id).data.tags.get(PARENT_TAG)
+    while above:
+        run = client.get_run(above)
+        if GROUP_TAG not in run.data.tags:
+            return
+        yield run
+        above = run.data.tags.get(PARENT_TAG)

@@ -117,11 +117,16 @@ def sync(folder: Path, uri: str | None = None) -> int:
     store = ("--uri", uri) if uri else ()
     if (folder / JOURNAL).exists() or not folder.is_dir():
         return feeder.main([str(folder), *store])
-    runs, books = (list(_below(folder, name)) for name in (JOURNAL, BOOKS))
+    runs, books = runs_below(folder), list(_below(folder, BOOKS))
     if not (runs or books):
         print(f"{folder} has no {JOURNAL}, nor has a folder in it; give the folder of a run", file=sys.stderr)
-    codes = [feeder.main([str(run.parent), *store]) for run in runs]
+    codes = [feeder.main([str(run), *store]) for run in runs]
     return max([*codes, *(book_feeder.main([str(book), *store]) for book in books)], default=2)
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Every run folder in a folder, in order of path."""
+    return [path.parent for path in _below(folder, JOURNAL)]
 
 
 def _below(folder: Path, name: str) -> Iterator[Path]:

@@ -13,12 +13,12 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from autotune.tracking.groups import PARENT_TAG, open_group
+from autotune.tracking.groups import PARENT_TAG, end_groups, open_group, reopen_groups
 from autotune.tracking.names import METRICS_PER_CALL, PARAMS_PER_CALL, chunks
 from autotune.tracking.payload import Point
 
@@ -103,6 +103,8 @@ class Store:
             self._client.update_run(known.info.run_id, status="RUNNING")
         self.run_id, self.start_ms = known.info.run_id, known.info.start_time
         self.experiment_id = known.info.experiment_id
+        if group:
+            reopen_groups(self._client, self.run_id)
         return created
 
     def open_group(self, experiment: str, names: Sequence[str], start_ms: int) -> Store:
@@ -132,11 +134,22 @@ class Store:
             raise
         return run if run.info.lifecycle_stage == "active" else None
 
-    def _find(self, experiment: str, key: str) -> Any:
+    def open_marked(
+        self, experiment: str, tag: str, key: str, start_ms: int, tags: Mapping[str, str]
+    ) -> None:
+        """Continue the newest run with this tag, or create it with all `tags`."""
+        known = self._find(experiment, key, tag)
+        if known is None:
+            place = self._experiment(experiment)
+            known = self._client.create_run(place, start_time=start_ms, tags=dict(tags))
+        self.run_id, self.start_ms = known.info.run_id, known.info.start_time
+        self.experiment_id = known.info.experiment_id
+
+    def _find(self, experiment: str, key: str, tag: str = KEY_TAG) -> Any:
         found = self._client.get_experiment_by_name(experiment)
         if found is None or found.lifecycle_stage != "active":
             return None
-        where = f"tags.`{KEY_TAG}` = '{key}'"
+        where = f"tags.`{tag}` = '{key}'"
         runs = self._client.search_runs([found.experiment_id], where, max_results=1)
         return runs[0] if runs else None
 
@@ -174,6 +187,9 @@ class Store:
         index = json.dumps([{"path": name, "type": "table"}])
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", index)
 
+    def log_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.run_id, text, name)
+
     def log_bytes(self, data: bytes, name: str) -> None:
         """A binary artifact, replaced as a whole."""
         with tempfile.TemporaryDirectory() as place:
@@ -196,3 +212,7 @@ class Store:
 
     def terminate(self, status: str, end_ms: int) -> None:
         self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
+
+    def end_groups(self, status: str, end_ms: int) -> None:
+        """See `groups.end_groups`."""
+        end_groups(self._client, self.run_id, status, end_ms)

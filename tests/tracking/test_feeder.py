@@ -386,3 +386,21 @@ def test_seeds_lie_below_their_trial_and_trials_below_their_sweep(runs: Path) ->
         ("trial 0", "it's a sweep"), ("trial 1", "it's a sweep"),
     ]  # fmt: skip
     assert found[receipt(runs / "trial 0-1").run_id].data.tags["study"] == "s1"
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+
+
+def test_groups_that_nobody_tells_of_run_and_end_with_their_latest_run(runs: Path) -> None:
+    def status() -> set[str]:
+        store = client(runs / "any")
+        place = store.get_experiment_by_name("nested").experiment_id
+        found = [run.info for run in store.search_runs([place])]
+        return {info.status for info in found if info.run_name in ("s", "s trial")}
+
+    for seed, end, expected in ((1, "done", "FINISHED"), (2, "interrupted", "KILLED")):
+        lines = nested(seed, "s", "s trial")
+        folder = j.write(runs / f"s-{seed}", lines[:2])
+        assert feed(folder) == 0
+        assert status() == {"RUNNING"}
+        j.write(folder, [j.end(end)], "a")
+        assert feed(folder) == 0
+        assert status() == {expected}
