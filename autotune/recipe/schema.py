@@ -230,7 +230,8 @@ class PackingSection(Section):
     """Lay the sequences of a micro batch one after the other, and keep no logits (`head_tokens`)."""
     tokens: Count | None = None
     """Tokens of a micro batch; then `micro_batch_size`, in samples, is not used for cutting. Never
-    changes the result. A sample that is longer makes a micro batch of its own."""
+    changes the result. A sample that is longer makes a micro batch of its own. Old log-probs are then
+    computed in batches of their own: the first ratios are 1 up to rounding."""
     head_tokens: Count = 4096
     """Response positions whose logits exist at the same time."""
     compile: bool = False

@@ -7,9 +7,8 @@ with float32 masters, nccl) run the same lines. What the file promises, and how:
 * *The loop owns the accumulation boundary.* `backward(loss, last=...)` sets it each time, and
   DeepSpeed's own count of micro-batches is configured to 1 and never used. Gradients are **summed**
   over ranks, so a loss divided by the global number of tokens is right on any number of them.
-* *Non-finite gradients reach nothing.* DeepSpeed drops such an update at ZeRO 1 and in bfloat16;
-  in float32 at ZeRO 0 it has neither check nor gradient norm: there norm, check and clipping are
-  ours.
+* *Non-finite gradients reach nothing.* DeepSpeed drops such an update from ZeRO 1 on; at ZeRO 0 norm,
+  check and clipping are ours.
 * *The optimizer's state exists from the start.* One step with zero gradients at learning rate 0
   lets Adam lay out its own state, which is then zeroed. So a snapshot before the first update is
   like any other.
@@ -21,8 +20,9 @@ with float32 masters, nccl) run the same lines. What the file promises, and how:
   them wait for each other at every token, or forever.
 
 Where DeepSpeed keeps what (the only knowledge of its inside that this file needs): Adam updates
-"masters". At ZeRO 0 in float32 these are the model's parameters; else they are float32 copies, from
-ZeRO 1 on flat and split over the ranks, and with offloading in host memory. Up to ZeRO 2 they are in
+"masters". At ZeRO 0 in float32 these are the model's parameters, in bfloat16 one flat float32 copy that
+is ours (`flat.py`); else they are flat float32 copies of DeepSpeed's, split over the ranks, and with
+offloading in host memory. Up to ZeRO 2 they are in
 the optimizer's `param_groups`; at ZeRO 3 these are empty between steps, the masters are in
 `fp32_partitioned_groups_flat`, and a parameter's own part of the weights is its `ds_tensor`.
 """
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AdapterError, CheckpointError, InputError, TrainingError
 from autotune.recipe.deepspeed import OFFLOADS, STAGES, merged, refusal
+from autotune.trainer.flat import FlatAdamW
 from autotune.trainer.group import import_deepspeed, start_group
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Engine:
         self._extra = dict(config or {})
         self._max_grad_norm = max_grad_norm
         # DeepSpeed would clip without saying what the norm was, see the module's docstring.
-        self._own_clipping = zero_stage == 0 and not self._bfloat16
+        self._own_clipping = zero_stage == 0
+        self._flat = zero_stage == 0 and self._bfloat16
         self._model = model
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # Remembered, because at ZeRO 3 a parameter is empty while nobody uses it.
@@ -129,14 +131,18 @@ class Engine:
 
         deepspeed = import_deepspeed()
         parameters = list(self._trainable.values())
+        make: Any = FlatAdamW if self._flat else torch.optim.AdamW
         if not self._bfloat16:
             self._model.float()
+        elif self._flat:
+            for parameter in self._model.parameters():  # buffers keep their precision
+                parameter.data = parameter.data.to(torch.bfloat16)
         with _banners_to_log():
             engine, *_ = deepspeed.initialize(
                 model=self._model,
                 model_parameters=parameters,
                 # A callable, because the parameters move to the device in between.
-                optimizer=lambda params: torch.optim.AdamW(params, fused=fused, **adamw),
+                optimizer=lambda params: make(params, fused=fused, **adamw),
                 config=self._config(sum(p.numel() for p in parameters)),
                 dist_init_required=False,
             )
@@ -158,11 +164,9 @@ class Engine:
             # Its throughput timer waits for the device in every update.
             "timers": {"throughput": {"enabled": False, "synchronized": False}},
         }
-        if self._bfloat16:
+        if self._bfloat16 and not self._flat:
             config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-            # At ZeRO 0 DeepSpeed can only accumulate in the parameters' own type.
-            accumulate = "fp32" if self._zero_stage else "bf16"
-            config["data_types"] = {"grad_accum_dtype": accumulate}
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
         return merged(config, self._extra)
 
     def _link_state(self) -> None:
@@ -227,6 +231,8 @@ class Engine:
         # DeepSpeed averages over ranks and our losses are already divided by the global count.
         scaled = loss * self.world_size if self.world_size > 1 else loss
         self._deepspeed.backward(scaled, scale_wrt_gas=False)
+        if isinstance(self._optimizer, FlatAdamW) and self.world_size == 1:
+            self._optimizer.gather()  # with more ranks DeepSpeed still has to sum the gradients
         self._boundary = last
 
     def step(self) -> StepResult:
@@ -255,15 +261,23 @@ class Engine:
         import torch
         from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-        parameters = [p for p in self._trainable.values() if p.grad is not None]
+        if isinstance(self._optimizer, FlatAdamW):
+            self._optimizer.gather()
+        parameters = [p for p in self._stepped() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])  # []
         if not torch.isfinite(norm):
-            self._deepspeed.zero_grad()
+            self._drop_gradients()
             return StepResult(grad_norm=norm, stepped=False)
         if self._max_grad_norm > 0:
             clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         self._deepspeed.step()
         return StepResult(grad_norm=norm, stepped=True)
+
+    def _stepped(self) -> list[Tensor]:
+        """What Adam sees at ZeRO 0: the parameters, or their one flat copy."""
+        if isinstance(self._optimizer, FlatAdamW):
+            return [self._optimizer.master]
+        return [*self._trainable.values()]
 
     # -- taking a rollout back -----------------------------------------------------------------
 
@@ -447,7 +461,9 @@ class Engine:
             safe_set_local_optimizer_state(parameter, part, kind)
 
     def _whole_master(self, index: int, kind: str) -> Tensor:
-        """ZeRO 0 keeps one unsplit master per parameter, in the same order."""
+        """ZeRO 0 keeps one unsplit master per parameter, in the same order, or all of them in a flat one."""
+        if isinstance(self._optimizer, FlatAdamW):
+            return self._optimizer.part(index, kind)
         master = self._masters()[index]
         if kind == "model":
             return master

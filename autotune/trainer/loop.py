@@ -404,7 +404,7 @@ class Trainer:
     ) -> Experience:
         """Log-probs of the sampling weights, once, of the reference, and the credit for it all."""
         parts, batch, temperature = self.parts, data.kept.batch, self.live["temperature"]
-        micro = first_epoch(plan, self.live.count("ppo_epochs"))
+        micro = self._scored(plan, data.kept)
         with clock.phase("old_log_prob"):
             old = self._old_log_probs(data.kept, micro)
         ref = None
@@ -416,6 +416,15 @@ class Trainer:
         credit = self._credit(data, old.log_probs, ref, micro, clock)
         advantages = credit.advantages.to(old.log_probs.device)
         return Experience(batch, advantages, old.log_probs, ref, credit.targets, old.importance)
+
+    def _scored(self, plan: list[MiniBatch], samples: Samples) -> list[MicroBatch]:
+        """Micro batches for the passes without gradient: those of the first epoch, whose ratios are then
+        exactly 1 at first; with a token budget, all samples in as few as fit it."""
+        packing = self._packing(samples)
+        if packing is None or packing.budget is None:
+            return first_epoch(plan, self.live.count("ppo_epochs"))
+        rows = np.arange(len(samples.lengths))
+        return list(self._cutter(samples).parts(rows))
 
     def _old_log_probs(self, samples: Samples, micro: list[MicroBatch]) -> OldLogProbs:
         """The trainer's log-probs of the sampling weights, or the sampler's where these may stand in."""

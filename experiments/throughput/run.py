@@ -57,12 +57,12 @@ def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
 
 
 ABLATIONS = (
-    without("padded", "trainer.packing.enabled=off", "trainer.packing.tokens=null"),
+    without("padded", *(f"trainer.packing.{s}" for s in ("enabled=off", "tokens=null", "compile=false"))),
     without("quiet groups trained", "trainer.packing.leave_out_quiet=off"),
     without("micro batches of 16", "trainer.packing.tokens=null", "trainer.micro_batch_size=16"),
     without("ZeRO 1", "deepspeed.zero_stage=1"),
     without("no veto snapshot", "trainer.veto_snapshot=false"),
-    without("compiled layers", "trainer.packing.compile=true"),
+    without("layers not compiled", "trainer.packing.compile=false"),
 )
 
 
