@@ -259,6 +259,9 @@ def advise(
     run_name: Annotated[
         str, typer.Option("--run", metavar="RUN", help="Id or name of the run in an MLflow database.")
     ] = "",
+    newest: Annotated[
+        int, typer.Option("--newest", min=0, help="Decide on so many newest rows only; 0: on all.")
+    ] = 20_000,
     follow: Annotated[bool, typer.Option("--follow", help="Go on while the log grows.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -272,6 +275,7 @@ def advise(
             "mapping": dict(_pairs("--map", map_)),
             "trainer": trainer,
             "run": run_name,
+            "newest": newest,
         }
         shadow = _follow(log, options, as_json) if follow else advise(log, **options)
         found = verdict(shadow)

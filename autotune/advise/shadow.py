@@ -13,13 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from autotune.advise.known import Known, gather
 from autotune.controller import Controller
 from autotune.decisions import Change, Decision, Kind, State
+from autotune.history import HEAD, History, Sample
 from autotune.hooks.base import NOISY_METRICS, FrozenDetector
-from autotune.logs import Log, Reader, Survey, open_log, survey
+from autotune.logs import Log, Reader, Stretch, Survey, open_log, survey
 from autotune.logs.rollouts import Observed
-from autotune.metrics import Reading, Snapshot, Validity
+from autotune.metrics import Reading, Snapshot, Validity, read_metric, spec_of
 from autotune.policies.collapse import HARD
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ WATCHED = (
 """Metrics that the verdict looks at over the whole log."""
 
 
+NEWEST = 20_000
+"""Rows that the controller decides on unless it is told otherwise: some seconds of work."""
 _FAULTS = (Validity.NON_FINITE, Validity.OUT_OF_RANGE, Validity.FROZEN)
 
 
@@ -77,6 +82,10 @@ class Shadow:
     steps: array[float] = field(default_factory=lambda: array("d"))
     faults: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Metric that was not finite, out of its range or frozen -> first step, reason."""
+    newest: int = NEWEST
+    """Rows at the log's end that the controller decides on; those before are in the verdict's figures."""
+    in_passing: int = 0
+    """Rollouts that were not decided on."""
     not_finite_at: int = -1
     """Last rollout whose loss, gradient or drift was not finite."""
     frozen: FrozenDetector = field(default_factory=FrozenDetector)
@@ -91,8 +100,15 @@ class Shadow:
         follow: Callable[[], bool] | None = None,
         on_rollout: Callable[[list[Said]], None] | None = None,
     ) -> Shadow:
-        """Read the log to its end (or as long as `follow` says), deciding at every rollout."""
-        for observed in self.reader.rollouts(follow):
+        """Read the log to its end, or as long as `follow` says; decide at every rollout new enough."""
+        before = max(self.survey.rows - self.newest, 0) if self.newest else 0
+        for observed in self.reader.rollouts(follow, before):
+            if isinstance(observed, Stretch):
+                self._remember_all(observed)
+                continue
+            if before and self.reader.rows <= before + 1:
+                self._pass(observed)
+                continue
             snapshot = self._snapshot(observed)
             decision = self.controller.step(snapshot)
             self._rest(snapshot)
@@ -101,6 +117,40 @@ class Shadow:
             if on_rollout is not None:
                 on_rollout(news)
         return self
+
+    # ---- in passing --------------------------------------------------------------------------
+
+    def _pass(self, observed: Observed) -> None:
+        """One rollout of which only figures are kept; the first ones are the run's own baseline."""
+        self.in_passing += 1
+        head = self.controller.history.head
+        if len(head) < HEAD:
+            self.controller.history = History(head=[*head, Sample.of(self._snapshot(observed))])
+        else:
+            self._remember(observed, {**observed.readings(), **self._structural})
+
+    def _remember_all(self, stretch: Stretch) -> None:
+        """`_remember` for many rollouts at once."""
+        self.in_passing += len(stretch.steps)
+        self.steps.frombytes(stretch.steps.tobytes())
+        fine = {n: self._valid(n, stretch) for n in stretch.scalars if n not in self._structural}
+        nothing = np.full(len(stretch.steps), np.nan)
+        for name, column in self.columns.items():
+            column.frombytes(fine.get(name, nothing).tobytes())
+
+    def _valid(self, name: str, stretch: Stretch) -> np.ndarray:
+        """The metric where it is valid and NaN elsewhere; the first fault is noted."""
+        values, spec = stretch.scalars[name], spec_of(name)
+        valid = np.isfinite(values) & (values >= spec.low) & (values <= spec.high)
+        if valid.all():
+            return values
+        first = int(valid.argmin())
+        reason = read_metric(name, float(values[first])).reason
+        self.faults.setdefault(name, (float(stretch.steps[first]), reason))
+        wild = np.flatnonzero(~np.isfinite(values))
+        if name in HARD and len(wild):
+            self.not_finite_at = max(self.not_finite_at, stretch.index + int(wild[-1]))
+        return np.where(valid, values, np.nan)
 
     # ---- sensing -----------------------------------------------------------------------------
 
@@ -244,13 +294,25 @@ def prepare(
     mapping: Mapping[str, str] | None = None,
     trainer: str = "",
     run: str = "",
+    newest: int = NEWEST,
 ) -> Shadow:
-    """Survey a log and set a controller before it; nothing is decided yet."""
+    """Survey a log and set a controller before it; nothing is decided yet.
+
+    Args:
+        path: the log.
+        recipe: of the run, where there is one.
+        knobs: what was told by hand.
+        mapping: our metric -> their key.
+        trainer: whose keys these are, or empty to find out.
+        run: id or name inside a log of several runs.
+        newest: rows at the end that are decided on; 0 for all.
+    """
     log = open_log(path, run)
     found = survey(log, mapping, trainer)
     known = gather(found, recipe, knobs or {})
     cap = known.known.get("max_response_length", 0.0)
-    return Shadow(log, found, known, Reader(found, cap), Controller(known.settings, known.facts))
+    controller = Controller(known.settings, known.facts)
+    return Shadow(log, found, known, Reader(found, cap), controller, newest=newest)
 
 
 def advise(path: Path | str, **options: Any) -> Shadow:

@@ -49,6 +49,8 @@ def report(shadow: Shadow, found: Verdict) -> dict[str, Any]:
             "trainer": log.trainer,
             "rows": log.rows,
             "rollouts": len(shadow.steps),
+            "decided": len(shadow.steps) - shadow.in_passing,
+            "decided_from_step": shadow.steps[shadow.in_passing] if shadow.steps else None,
             "steps_per_row": log.steps_per_row,
             "metrics": {
                 c.ours: {"key": k, "scale": c.scale, "estimator": c.estimator} for k, c in log.plan.items()
@@ -88,6 +90,12 @@ def unseen(shadow: Shadow) -> dict[str, str]:
 
 def _reading_notes(shadow: Shadow) -> list[str]:
     notes = []
+    if shadow.in_passing:
+        notes.append(
+            f"the rules looked at the newest {shadow.newest:,} rows only, from step"
+            f" {shadow.steps[shadow.in_passing]:g} on; the {shadow.in_passing:,} rollouts before them are in"
+            " the verdict's figures; --newest 0 decides on all"
+        )
     if shadow.reader.orphans:
         notes.append(f"{shadow.reader.orphans} row(s) came before the first rollout and were left out")
     if shadow.reader.restarts:
@@ -119,7 +127,9 @@ def _source_words(shadow: Shadow) -> str:
     log = shadow.survey
     per = f", {log.steps_per_row} trainer steps a row" if log.steps_per_row > 1 else ""
     trainer = f" of {log.trainer}" if log.trainer else ""
-    return f"{shadow.log.format}{trainer}: {log.rows} rows, {len(shadow.steps)} rollouts{per}"
+    seen = f", of which the rules saw the newest {len(shadow.steps) - shadow.in_passing}"
+    late = seen if shadow.in_passing else ""
+    return f"{shadow.log.format}{trainer}: {log.rows} rows, {len(shadow.steps)} rollouts{per}{late}"
 
 
 def said_line(item: Said) -> Text:

@@ -121,7 +121,7 @@ def verdict(shadow: Shadow) -> Verdict:
 
 
 def _collapse(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verdict | None:
-    last = next((fall for fall in shadow.of("emergency") if not _healed(shadow, fall)), None)
+    last = next((fall for fall in shadow.of("emergency") if not _healed(shadow, reward, fall)), None)
     if last is None:
         return None
     onset = _onset(shadow, last)
@@ -162,7 +162,7 @@ def _levels(shadow: Shadow, last: Said) -> tuple[float | None, float | None]:
     return (median(before) if before else None, median(after) if after else None)
 
 
-def _healed(shadow: Shadow, last: Said) -> bool:
+def _healed(shadow: Shadow, reward: Reward | None, last: Said) -> bool:
     """Back to within 15 % of where it was, for at least eight rollouts."""
     since = len(shadow.steps) - 1 - last.index
     if since < 8 or len(shadow.steps) - 1 - shadow.not_finite_at < 8:
@@ -170,7 +170,6 @@ def _healed(shadow: Shadow, last: Said) -> bool:
     before, now = _levels(shadow, last)
     if before is None or now is None:
         return "not finite" in last.reason
-    reward = Reward.of(shadow.columns["reward_mean"])
     slack = SLACK * abs(before) + (reward.sd / math.sqrt(8) if reward else 0.0)
     return now >= before - slack
 
@@ -247,7 +246,8 @@ def _healthy(shadow: Shadow, reward: Reward | None, evidence: list[str]) -> Verd
         return None
     words = f"the reward rises from {reward.first:.3g} to {reward.last:.3g}"
     if not reward.rising:
-        words = f"the reward holds at {reward.last:.3g}, no harm is seen"
+        where = f" in the newest {shadow.newest:,} rows" if shadow.in_passing else ""
+        words = f"the reward holds at {reward.last:.3g}, no harm is seen{where}"
     falls = shadow.of("emergency")
     if falls:
         words += f"; it collapsed at step {_onset(shadow, falls[-1]):g} and healed by itself"

@@ -8,7 +8,7 @@ A row is what one line (or one entry) says: a flat dict of their keys. Nothing i
 tables, so a key that no table knows is listed as unknown and never guessed.
 """
 
-from autotune.logs.rollouts import Reader, Survey, survey
+from autotune.logs.rollouts import Reader, Stretch, Survey, survey
 from autotune.logs.sniff import Log, open_log
 
-__all__ = ["Log", "Reader", "Survey", "open_log", "survey"]
+__all__ = ["Log", "Reader", "Stretch", "Survey", "open_log", "survey"]

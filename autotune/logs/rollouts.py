@@ -16,13 +16,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median as middle
 
+import numpy as np
+
 from autotune.errors import InputError
+from autotune.history import HEAD
+from autotune.logs.blocks import Block
 from autotune.logs.join import same_step
 from autotune.logs.lines import Row
 from autotune.logs.sniff import Log
 from autotune.logs.tables import OURS, TABLES, Column, Table, best_table, find, normal_key, skipped
 from autotune.metrics import FAMILIES, METRICS, Reading, Snapshot, read_metric
 
+FIRST = 1000
+"""Rows that say how far the step counter moves from row to row."""
 UPDATE_METRICS = ("clip_ratio", "kl_ref", "entropy", "grad_norm", "loss", "kl_step", "learning_rate")
 """Measured at every update; the others once a rollout."""
 DERIVED = {
@@ -55,6 +61,15 @@ class KeyStats:
             self.low = value
         if value > self.high:
             self.high = value
+
+    def add_all(self, values: np.ndarray) -> None:
+        """`add` for a column of numbers."""
+        finite = values[np.isfinite(values)]
+        self.numbers += len(values)
+        self.bad += len(values) - len(finite)
+        if len(finite):
+            self.low = min(self.low, float(finite.min()))
+            self.high = max(self.high, float(finite.max()))
 
 
 @dataclass
@@ -119,7 +134,7 @@ def survey(log: Log, mapping: Mapping[str, str] | None = None, trainer: str = ""
         InputError: a mapping names a metric that is not ours or a key that is not in the log.
     """
     keys: dict[str, KeyStats] = {}
-    rows, gaps = _count(log.rows(), keys)
+    rows, gaps = _count(log.parts(), keys)
     if trainer and trainer not in TABLES:
         raise InputError(f"trainer is {trainer!r}, expected one of {', '.join(TABLES)}")
     table = TABLES[trainer] if trainer else best_table(set(keys)) or OURS
@@ -130,10 +145,19 @@ def survey(log: Log, mapping: Mapping[str, str] | None = None, trainer: str = ""
     return found
 
 
-def _count(rows: Iterable[Row], keys: dict[str, KeyStats]) -> tuple[int, int]:
+def _count(parts: Iterable[Row | Block], keys: dict[str, KeyStats]) -> tuple[int, int]:
     steps: list[float] = []
     count = 0
-    for row in rows:
+    for part in parts:
+        if isinstance(part, Block):
+            for key in part.keys:
+                keys.setdefault(key, KeyStats()).add_all(part.column(key))
+            if count < FIRST:
+                begun = (_step(row) for row in part.split(FIRST - count)[0].rows())
+                steps += [step for step in begun if step is not None]
+            count += len(part)
+            continue
+        row = part
         count += 1
         for key, value in row.items():
             stats = keys.get(key)
@@ -143,7 +167,7 @@ def _count(rows: Iterable[Row], keys: dict[str, KeyStats]) -> tuple[int, int]:
                 stats.numbers += 1
             else:
                 stats.add(value)
-        if count <= 1000 and (step := _step(row)) is not None:
+        if count <= FIRST and (step := _step(row)) is not None:
             steps.append(step)
     gaps = [b - a for a, b in itertools.pairwise(steps) if b > a]
     return count, int(middle(gaps)) if gaps else 0
@@ -247,6 +271,18 @@ class Observed:
         return Snapshot(self.index, {**knobs, **self.knobs}, readings, per_update=per_update)
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Many rollouts of a long log at once, for figures over the whole of it."""
+
+    index: int
+    """Of the first."""
+    steps: np.ndarray
+    """[rollouts]."""
+    scalars: dict[str, np.ndarray]
+    """Our metric -> its numbers as the log has them, not judged yet, [rollouts]."""
+
+
 class Reader:
     """Turns the rows of a surveyed log into rollouts."""
 
@@ -262,18 +298,33 @@ class Reader:
         self._scalars = {n for n in named if n in METRICS or n.startswith(tuple(FAMILIES))}
         self._knobs = [n for n in named if n.startswith("knob:")]
         self._derives = bool(named & {*DERIVED, "response_length_max"})
+        self.rows = 0
+        """Rows read so far."""
         self._columns = [(k, c.ours, c.scale, c.coarse) for k, c in found.plan.items()]
         self._index = 0
         self._longest = 0.0
         self._last_step = -math.inf
 
-    def rollouts(self, follow: Callable[[], bool] | None = None) -> Iterator[Observed]:
-        """Every rollout of the log. The newest is held back until the next begins or the log ends."""
+    def rollouts(
+        self, follow: Callable[[], bool] | None = None, in_passing: int = 0
+    ) -> Iterator[Observed | Stretch]:
+        """Every rollout of the log. The newest is held back until the next begins or the log ends.
+
+        Args:
+            follow: asked at the end of the file whether to wait on.
+            in_passing: so many rows are wanted as figures only; where they are regular they come as
+                stretches. The run's first rollouts, its own baseline, never do.
+        """
         held: list[dict[str, float | None]] = []
         extra: dict[str, float | None] = {}
-        rows = self.survey.log.rows(follow)
-        for row in same_step(rows) if self.survey.table.joins else rows:
-            values = self._values(row)
+        for part in self._parts(follow, in_passing):
+            if isinstance(part, Block):
+                yield from [self._observe(held)] if held else []
+                yield self._stretch(part)
+                held, extra = [], {}
+                continue
+            self.rows += 1
+            values = self._values(part)
             if "reward_mean" in values or (not self.survey.table.averages and self._has_update(values)):
                 if held:
                     yield self._observe(held)
@@ -287,6 +338,44 @@ class Reader:
                 (held[-1] if held else extra)["eval_score"] = values["eval_score"]
         if held:
             yield self._observe(held)
+
+    def _parts(self, follow: Callable[[], bool] | None, in_passing: int) -> Iterator[Row | Block]:
+        """Rows, and blocks where every row is known to be one rollout of which only figures are wanted.
+
+        The last row of a block comes as a row: updates of the same rollout may follow.
+        """
+        log = self.survey.log
+        if follow is not None or self.survey.table.joins:
+            rows = log.rows(follow)
+            yield from same_step(rows) if self.survey.table.joins else rows
+            return
+        for part in log.parts():
+            if not isinstance(part, Block):
+                yield part
+            elif self.rows + len(part) <= in_passing and self._plain(part):
+                most, last = part.split(len(part) - 1)
+                yield most
+                yield from last.rows()
+            else:
+                yield from part.rows()
+
+    def _plain(self, block: Block) -> bool:
+        """Whether every row opens a rollout and holds all that is made of it."""
+        columns = [c for c in self._columns if c[0] in block.keys]
+        rewarded = any(ours == "reward_mean" for _, ours, _, _ in columns)
+        fine = not self._derives and not any(coarse for *_, coarse in columns)
+        return rewarded and fine and self._index >= HEAD and len(block) > 1
+
+    def _stretch(self, block: Block) -> Stretch:
+        """A block's rollouts."""
+        read = {ours: block.column(key) * scale for key, ours, scale, _ in self._columns if key in block.keys}
+        index, count = self._index, len(block)
+        steps = read.get("step", (np.arange(index, index + count) + 1.0) * self.survey.steps_per_row)
+        if "step" in read:
+            self.restarts += int((np.diff(steps, prepend=self._last_step) < 0).sum())
+            self._last_step = float(steps[-1])
+        self._index, self.rows = index + count, self.rows + count
+        return Stretch(index, steps, {n: v for n, v in read.items() if n in self._scalars})
 
     @staticmethod
     def _has_update(values: Mapping[str, float | None]) -> bool:

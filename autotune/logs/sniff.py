@@ -7,13 +7,15 @@ metric lines in between is one log. `follow` makes the rows of a growing file en
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.errors import InputError
 from autotune.logs import sources
+from autotune.logs.blocks import LINES, Block, read_block
 from autotune.logs.header import HeaderReader, Hints
 from autotune.logs.join import whole_document
 from autotune.logs.lines import (
@@ -37,6 +39,10 @@ _LINE_FORMATS: dict[str, Parser] = {
     "verl console": verl_line,
     "Megatron/ms-swift console": swift_line,
 }
+KEPT = 32_000_000
+"""Numbers that are kept for a second pass: 256 MiB."""
+LOOSE = 16
+"""Room that a number outside a block takes, in numbers."""
 _SUMMARY = "train_runtime"
 """HF prints one row with this key when training is over."""
 
@@ -50,14 +56,48 @@ class Log:
     run: str = ""
     """Run id or name inside an MLflow database."""
     hints: Hints = field(default_factory=Hints)
+    _kept: list[Row | Block] | None = field(default=None, init=False, repr=False)
+    """What the last pass of `parts` read, where it was little enough; the next pass takes it."""
 
     def rows(self, follow: Callable[[], bool] | None = None) -> Iterator[Row]:
         """Every row from the start; `follow` is asked at the end of the file whether to wait on."""
         self.hints.progress = 0
+        self._kept = None
         if self.format in _DOCUMENTS:
             yield from self._documents(follow)
         else:
-            yield from self._lines(follow)
+            yield from self._lines(_text_lines(self.path, follow))
+
+    def parts(self) -> Iterator[Row | Block]:
+        """Every row of a finished log, regular stretches of JSONL as blocks.
+
+        The second pass over a log finds its numbers in memory, within `KEPT`.
+        """
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            yield from kept
+        elif self.format == "JSONL":
+            yield from self._keeping(self._blocks())
+        else:
+            yield from self.rows()
+
+    def _blocks(self) -> Iterator[Row | Block]:
+        self.hints.progress = 0
+        lines = _finished_lines(self.path)
+        while chunk := list(itertools.islice(lines, LINES)):
+            block = read_block(chunk)
+            yield from [block] if block is not None else self._lines(chunk)
+
+    def _keeping(self, parts: Iterable[Row | Block]) -> Iterator[Row | Block]:
+        kept, room = list[Row | Block](), KEPT
+        for part in parts:
+            room -= part.numbers.size if isinstance(part, Block) else LOOSE * len(part)
+            if room >= 0:
+                kept.append(part)
+            else:
+                kept.clear()
+            yield part
+        self._kept = kept if room >= 0 else None
 
     def _documents(self, follow: Callable[[], bool] | None) -> Iterator[Row]:
         """Whole documents have no tail: they are read again and the rows already seen left out."""
@@ -76,10 +116,10 @@ class Log:
             if not follow():
                 follow = None  # one last look, the newest row included
 
-    def _lines(self, follow: Callable[[], bool] | None) -> Iterator[Row]:
+    def _lines(self, lines: Iterable[str]) -> Iterator[Row]:
         header, table, parser = HeaderReader(self.hints), Table(self.run), None
         is_table = self.format.startswith("table")
-        for line in _text_lines(self.path, follow):
+        for line in lines:
             if is_table:
                 row = table(line)
             else:

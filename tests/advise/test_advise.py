@@ -203,3 +203,67 @@ def test_json_for_programs_and_options(tmp_path: Path) -> None:
 def test_bad_input_is_exit_code_2(arguments: list[str], message: str) -> None:
     done = call(*arguments)
     assert done.exit_code == 2 and message in done.output
+
+
+# -------------------------------------------------------------------------------------- long logs
+
+
+def long_log(path: Path, count: int = 2600) -> Path:
+    rows: list[dict[str, Any]] = []
+    for k in range(count):
+        row = {"step": k + 1, "reward": 0.3 + 0.5 * k / count, "reward_std": 0.4, "kl": 0.05, "loss": 0.01}
+        rows.append(row | {"entropy": 0.9 if k < 16 else 0.5})
+    rows[1200]["kl"], rows[1300]["loss"] = -0.5, math.nan
+    return jsonl(path, rows)
+
+
+def test_only_the_newest_rows_of_a_long_log_are_decided_on_and_it_is_said(tmp_path: Path) -> None:
+    path = long_log(tmp_path / "a.jsonl")
+    late, whole = advise(path, newest=400), advise(path, newest=0)
+    assert (late.in_passing, whole.in_passing) == (2200, 0)
+    assert late.controller.ledger.last_rollout == whole.controller.ledger.last_rollout == 2599
+    assert all(s.index >= 2200 for s in late.said)
+    data = report(late, verdict(late))
+    told = data["log"]
+    assert (told["rollouts"], told["decided"], told["decided_from_step"]) == (2600, 400, 2201)
+    assert any("looked at the newest 400 rows only, from step 2201 on" in note for note in data["notes"])
+    assert not any("newest" in note for note in report(whole, verdict(whole))["notes"])
+
+
+def test_the_figures_are_of_the_whole_log_either_way(tmp_path: Path) -> None:
+    path = long_log(tmp_path / "a.jsonl")
+    late, whole = advise(path, newest=400), advise(path, newest=0)
+    assert late.steps == whole.steps and late.not_finite_at == whole.not_finite_at == 1300
+    for name, column in whole.columns.items():
+        assert str(late.columns[name]) == str(column), name  # NaN is not equal to itself
+    assert [late.faults[n] for n in ("kl_ref", "loss")] == [whole.faults[n] for n in ("kl_ref", "loss")]
+    assert "healed by itself" in verdict(whole).headline, "the emergency of step 1301"
+    assert "no harm is seen in the newest 400 rows" in verdict(late).headline
+
+
+def test_the_runs_own_start_stays_the_baseline_of_a_late_controller(tmp_path: Path) -> None:
+    late = advise(long_log(tmp_path / "a.jsonl"), newest=400)
+    assert [s.values["entropy"] for s in late.controller.history.head] == [0.9] * 16
+    assert [s.rollout for s in late.controller.history.head] == list(range(16))
+    assert min(s.rollout for s in late.controller.history.samples(10**6)) >= 2200
+
+
+def test_a_log_that_grows_decides_on_all_that_is_new(tmp_path: Path) -> None:
+    path = long_log(tmp_path / "a.jsonl", 1500)
+    looks = iter([True])
+
+    def grow() -> bool:
+        with path.open("a") as file:
+            for k in range(30):
+                file.write(json.dumps({"step": 1501 + k, "reward": 0.8, "kl": 0.05}) + "\n")
+        return next(looks, False)
+
+    shadow = prepare(path, newest=100).run(grow)
+    assert shadow.in_passing == 1400 and len(shadow.steps) > 1500
+
+
+def test_the_command_says_how_much_was_decided_on(tmp_path: Path) -> None:
+    path = long_log(tmp_path / "a.jsonl")
+    said = call(str(path), "--newest", "50").output
+    assert "2600 rollouts, of which the rules saw the newest 50" in said
+    assert "--newest 0 decides on all" in " ".join(said.split())
