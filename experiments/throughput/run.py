@@ -93,10 +93,10 @@ def groups(tiny: bool) -> tuple[Group, ...]:
     end = {"at_once": False}
     return (
         Group("training", "135m", (TRL_FED, OURS_FED), abba, 6),
-        Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 6, **end),
+        Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), (0, 1, 2, 3, 4, 5, 6, 0), 6, 2),
-        Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5),
-        Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4),
+        Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
+        Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4, 2),
         Group("end to end", "0.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
         Group("end to end", "1.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
     )
