@@ -45,12 +45,13 @@ make_venv() {
 }
 
 # install FOLDER PIP_ARGUMENT...: skipped when the same arguments were installed from the same two files before.
+# CONSTRAINTS names another file of exact versions than constraints/main.txt.
 install() {
-  local folder=$1 stamp
+  local folder=$1 stamp versions=${CONSTRAINTS:-constraints/main.txt}
   shift
-  stamp=$folder/.installed-$(cat pyproject.toml constraints/main.txt - <<<"$*" | cksum | cut -d' ' -f1)
+  stamp=$folder/.installed-$(cat pyproject.toml "$versions" - <<<"$*" | cksum | cut -d' ' -f1)
   if [ -e "$stamp" ]; then return; fi
   say "installing $* into $folder"
-  "$folder/bin/python" -m pip install --progress-bar off --quiet -c constraints/main.txt "$@" || return 1
+  "$folder/bin/python" -m pip install --progress-bar off --quiet -c "$versions" "$@" || return 1
   touch "$stamp"
 }

@@ -74,6 +74,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "trl": ("hooks.trl",),
     "verl": ("hooks.verl",),
     "openrlhf": ("hooks.openrlhf",),
+    "ray": ("hooks.verl", "hooks.openrlhf"),
+    "omegaconf": ("hooks.verl",),
+    "transfer_queue": ("hooks.verl",),
 }
 """Package from outside -> the only modules of ours that may import it, anywhere in their files."""
 

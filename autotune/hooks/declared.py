@@ -21,6 +21,8 @@ from autotune.metrics import METRICS, spec_of
 
 ADAPTERS: dict[str, str] = {
     "trl": "autotune.hooks.trl.declared:DECLARED",
+    "verl": "autotune.hooks.verl.declared:DECLARED",
+    "openrlhf": "autotune.hooks.openrlhf.declared:DECLARED",
     "generic": "autotune.hooks.generic:DECLARED",
 }
 """Trainer -> where its declaration is; in the order of the page."""
@@ -58,6 +60,8 @@ class KnobRow:
     config: str = ""
     """Of a knob that needs a restart: the line to write, with `{value}`, `{samples}` (value x
     rollout_n) and the other knobs by name."""
+    otherwise: str = ""
+    """The same line, of a knob that moves in some runs only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,9 @@ class Declaration:
     def restart_line(self, name: str, value: float, knobs: Mapping[str, float]) -> str:
         """The configuration line that gives a knob this value at the next start; empty where unknown."""
         row = self.knob(name)
-        if row is None or not row.config:
-            return ""
+        line = (row.config or row.otherwise) if row is not None else ""
         numbers = {**knobs, name: value, "value": value, "samples": value * knobs.get("rollout_n", 1)}
-        return row.config.format(**{key: f"{number:g}" for key, number in numbers.items()})
+        return line.format(**{key: f"{number:g}" for key, number in numbers.items()})
 
 
 def declaration(trainer: str) -> Declaration:
@@ -192,7 +195,8 @@ def _order(name: str) -> int:
 def _knobs(d: Declaration) -> Iterator[str]:
     yield from ("| knob | takes effect | set in | |", "|---|---|---|---|")
     for row in sorted(d.knobs, key=lambda row: list(KNOBS).index(row.name)):
-        config = f"`{row.config}`" if row.config else ""
+        line = row.config or row.otherwise
+        config = f"`{line}`" if line else ""
         note = "; ".join(part for part in (row.note, config) if part)
         yield f"| `{row.name}` | {WHEN[row.liveness]} | {_cell(row.where)} | {_cell(note)} |"
 
