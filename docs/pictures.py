@@ -2,40 +2,41 @@
 
     terminal.svg, terminal.png   the live panel as it was at two thirds of the run
     mlflow.png                   the run's page of metrics in MLflow's own user interface
+    report*.png                  with `--report RUN…`: the first run's page, all of them compared, on a phone
 
 Everything is drawn from the run's journal and its MLflow store by the code that a user sees at
-work; nothing is retouched. Needs Chromium (Debian: `apt-get install chromium`); it may reach the
-loopback interface only.
+work; nothing is retouched. Needs Chromium (Debian: `apt-get install chromium`); it reaches
+files and the loopback interface only.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import io
 import json
 import os
 import re
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autotune.journal import read_journal
+from autotune.report import render
 from autotune.screen.panel import Clock, Run, Size, draw
 from autotune.story import Story
 from autotune.tracking.receipt import read_receipt
+from tests.browser import Browser, chromium
 
 WIDTH, HEIGHT = 112, 34
 """Columns and lines of the pictured terminal."""
@@ -47,15 +48,6 @@ THEME = TerminalTheme(
     [(125, 133, 144), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255), (210, 168, 255),
      (86, 212, 221), (240, 246, 252)],
 )  # fmt: skip
-CHROMIUM = (
-    "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars", "--disable-extensions",
-    "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
-     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-)  # fmt: skip
-
-
 SEARCH_BOX = 'input[placeholder="Search metric charts"]'
 CLOSE_ASSISTANT = '[data-component-id="mlflow.assistant.chat_panel.close"]'
 TRAINING_PAGES = (
@@ -104,81 +96,6 @@ def own_fonts(svg: str) -> str:
     return svg.replace("Fira Code, monospace", "'DejaVu Sans Mono', Menlo, Consolas, monospace")
 
 
-class Browser:
-    """A fresh headless Chromium, led over a pair of pipes by its DevTools protocol."""
-
-    def __init__(self, width: int, height: int, scale: float = 1.0) -> None:
-        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        there, self._out = os.pipe()
-        self._in, back = os.pipe()
-        options = (f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}")
-        command = shlex.join([*CHROMIUM, "--remote-debugging-pipe", *options, "about:blank"])
-        self._process = subprocess.Popen(
-            ["sh", "-c", f"exec {command} 3<&{there} 4>&{back}"], pass_fds=(there, back),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(there)
-        os.close(back)
-        self._count, self._session, self._pending = 0, "", b""
-        self._attach(width, height, scale)
-
-    def _attach(self, width: int, height: int, scale: float) -> None:
-        pages = self.call("Target.getTargets")["targetInfos"]
-        page = next(p["targetId"] for p in pages if p["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=scale, mobile=False,
-        )  # fmt: skip
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command; events that arrive meanwhile are passed over."""
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while (answer := self._receive()).get("id") != self._count:
-            pass
-        if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']}")
-        return dict(answer["result"])
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._pending:
-            data = os.read(self._in, 1 << 20)
-            if not data:
-                raise RuntimeError("chromium has ended")
-            self._pending += data
-        raw, _, self._pending = self._pending.partition(b"\0")
-        return dict(json.loads(raw))
-
-    def script(self, text: str) -> Any:
-        return self.call("Runtime.evaluate", expression=text, returnByValue=True)["result"].get("value")
-
-    def wait(self, condition: str, seconds: float = 120.0) -> None:
-        """Until a JavaScript expression holds."""
-        until = time.monotonic() + seconds
-        while not self.script(f"!!({condition})"):
-            if time.monotonic() > until:
-                raise TimeoutError(f"the page does not come to: {condition}")
-            time.sleep(0.3)
-
-    def picture(self, target: Path) -> None:
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        target.write_bytes(base64.b64decode(data))
-
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        os.close(self._out)
-        os.close(self._in)
-        self._profile.cleanup()
-
-
 def svg_to_png(svg: Path, target: Path) -> None:
     """Exactly as large as the drawing."""
     width, height = (
@@ -192,6 +109,26 @@ def svg_to_png(svg: Path, target: Path) -> None:
         browser.call("Page.navigate", url=page.as_uri())
         browser.wait("document.images.length && document.images[0].complete")
         browser.picture(target)
+
+
+def report_pngs(runs: Sequence[Path], out: Path) -> None:
+    """The page of the first run with a decision under the mouse, all runs compared, and a phone's view."""
+    with tempfile.TemporaryDirectory() as place, Browser(1240, 1130) as browser:
+        one, many = Path(place) / "one.html", Path(place) / "many.html"
+        one.write_text(render(runs[:1]), "utf-8")
+        many.write_text(render(runs), "utf-8")
+        browser.open(one.as_uri())
+        browser.hover('[data-key="knob/actor_learning_rate"] .mark')
+        browser.script("scrollTo({top: 0, behavior: 'instant'})")
+        browser.hover_at('[data-key="knob/actor_learning_rate"] .mark')
+        browser.picture(out / "report.png")
+        browser.media(prefers_color_scheme="dark")
+        browser.resize(1240, 1130)
+        browser.open(many.as_uri())
+        browser.picture(out / "report-compared.png")
+        browser.resize(390, 844, 2, mobile=True)
+        browser.open(one.as_uri())
+        browser.picture(out / "report-phone.png")
 
 
 def mlflow_png(page: str, target: Path) -> None:
@@ -247,12 +184,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a finished run")
+    parser.add_argument("--report", type=Path, nargs="+", default=[], help="runs for the report's pictures")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--share", type=float, default=2 / 3, help="how far the pictured run has come")
     options = parser.parse_args()
-    if shutil.which(CHROMIUM[0]) is None:
+    if chromium() is None:
         sys.exit("chromium is not installed; on Debian: apt-get install chromium")
+    if options.report:
+        report_pngs(options.report, options.out)
+    if options.run is None:
+        return
     svg = options.out / "terminal.svg"
     svg.write_text(terminal_svg(options.run, options.share), "utf-8")
     svg_to_png(svg, options.out / "terminal.png")

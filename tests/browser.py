@@ -217,6 +217,11 @@ class Browser:
         x, y = self._middle(selector)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def hover_at(self, selector: str) -> None:
+        """The same without scrolling: the element is in the window."""
+        x, y = self._middle(selector, scroll=False)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def move(self, x: float, y: float) -> None:
         """Move the mouse to a place of the window, in CSS pixels."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -231,11 +236,11 @@ class Browser:
         """Type text into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def _middle(self, selector: str) -> tuple[float, float]:
+    def _middle(self, selector: str, scroll: bool = True) -> tuple[float, float]:
         found = self.script(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
-            "e.scrollIntoView({block: 'center', inline: 'center', behavior: 'instant'});"
-            "const r = e.getBoundingClientRect();"
+            + "e.scrollIntoView({block: 'center', inline: 'center', behavior: 'instant'});" * scroll
+            + "const r = e.getBoundingClientRect();"
             "return [r.x + r.width / 2, r.y + r.height / 2] })()"
         )
         if found is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autotune.report.acts import tally
 from autotune.report.groups import Group
 from autotune.report.runs import RunData
+from autotune.screen.marks import number
 
 LAST = 10
 """Rollouts behind a mean training reward."""
@@ -162,6 +163,8 @@ def compare(acting: Group, off: Group) -> Headline:
     if not both:
         text = f"{acting.label} and {off.label} share no seed, so they are not compared in pairs."
         return Headline("unknown", text, "Train the same seeds on both sides.")
+    what = did(acting.runs)
+    what = f" It moved {what}." if what else " It moved nothing."
     differences = [a - b for a, b in both]
     mean, (low, high) = statistics.fmean(differences), t_interval(differences)
     acted, plain = (statistics.fmean(side) for side in zip(*both, strict=True))
@@ -170,7 +173,7 @@ def compare(acting: Group, off: Group) -> Headline:
         return Headline(
             "one pair",
             f"{acting.label}: {mean:+.3f} {name} with the controller.",
-            f"{levels}; one seed only, so chance is not ruled out.",
+            f"{levels}; one seed only, so chance is not ruled out.{what}",
         )
     word = "helped" if low > 0 else "harmed" if high < 0 else "no difference"
     said = {
@@ -178,8 +181,38 @@ def compare(acting: Group, off: Group) -> Headline:
         "harmed": "The controller did harm",
         "no difference": "No difference was shown",
     }
-    detail = f"{levels}; {len(both)} seeds in pairs, 95 % interval {low:+.3f} to {high:+.3f}."
+    detail = f"{levels}; {len(both)} seeds in pairs, 95 % interval {low:+.3f} to {high:+.3f}.{what}"
     return Headline(word, f"{said[word]} on {acting.label}: {mean:+.3f} {name}.", detail)
+
+
+def did(runs: Sequence[RunData]) -> str:
+    """What was moved from where to where, by which rules: `kl_coef 0.005 → 0.01 (B3c, 1 of 3 runs)`.
+
+    Of several runs the lowest and highest end are told. What was taken back again is not counted as moved.
+    """
+    moved: dict[str, list[tuple[float, float, set[str]]]] = {}
+    for run in runs:
+        for name, (before, after, rules) in _moves(run).items():
+            if after != before:
+                moved.setdefault(name, []).append((before, after, rules))
+    return ", ".join(_moved(name, found, len(runs)) for name, found in moved.items())
+
+
+def _moves(run: RunData) -> dict[str, tuple[float, float, set[str]]]:
+    """Knob -> (value before the first step, after the last one, rules)."""
+    found: dict[str, tuple[float, float, set[str]]] = {}
+    for step in run.steps:
+        if step.what in ("change", "reverted") and step.before is not None and step.after is not None:
+            before, _, rules = found.get(step.knob, (step.before, 0.0, set()))
+            found[step.knob] = (before, step.after, rules | {step.rule})
+    return found
+
+
+def _moved(name: str, found: list[tuple[float, float, set[str]]], runs: int) -> str:
+    ends = sorted({number(after) for _, after, _ in found}, key=float)
+    way = f"{number(found[0][0])} → {ends[0]}" + (f" to {ends[-1]}" if len(ends) > 1 else "")
+    rules = ", ".join(sorted(set().union(*(rules for _, _, rules in found))))
+    return f"{name} {way} ({rules}{f', {len(found)} of {runs} runs' if runs > 1 else ''})"
 
 
 def told(run: RunData) -> str:
@@ -211,4 +244,6 @@ def _done(run: RunData, count: dict[str, int]) -> str:
     parts += [f"{count[k]} {k}" for k in ("kept", "reverted", "inconclusive") if count[k]]
     if count["restore"]:
         parts.append(f"weights brought back {count['restore']} time{'s' * (count['restore'] != 1)}")
-    return "; ".join(filter(None, [parts[0], ", ".join(parts[1:])])) + "."
+    what = did([run])
+    moved = f" Moved: {what}." if what else ""
+    return "; ".join(filter(None, [parts[0], ", ".join(parts[1:])])) + f".{moved}"

@@ -89,7 +89,8 @@ def test_every_curve_has_as_many_points_as_the_journal_has_readings(
     browser.open(one)
     lines = lines_of(folders[0])
     shown = {"reward_kl": ["reward_mean", "kl_ref"], "clip_ratio": ["clip_ratio"], "kl_step": ["kl_step"],
-             "entropy": ["entropy"], "grad_norm": ["grad_norm"], "ratio_shares": ["ratio_low", "ratio_high"]}  # fmt: skip
+             "entropy": ["entropy"], "grad_norm": ["grad_norm"],
+             "ratio_shares": ["ratio_low", "ratio_high"]}  # fmt: skip
     for key, names in shown.items():
         counted = browser.script(
             f"[...document.querySelectorAll('[data-key={key}] path.line')]"

@@ -167,6 +167,21 @@ def test_without_a_twin_nothing_is_claimed(tmp_path: Path) -> None:
     assert "0.100 → 0.900" in alone.text
 
 
+def test_what_was_done_is_told_by_its_two_ends(tmp_path: Path) -> None:
+    first = [j.change("X1", "kl_coef", 0.005, 0.01), j.change("A1", "ppo_epochs", 1, 2)]
+    back = {
+        "changes": [j.change("A1", "ppo_epochs", 2, 1)],
+        "verdicts": [j.verdict("A1", "ppo_epochs", "reverted", 0)],
+    }
+    lines = [j.rollout(0, changes=first), j.rollout(1, changes=[j.change("B3c", "kl_coef", 0.01, 0.04)])]
+    one = read_run(write_lines(tmp_path / "one", [j.header(), *lines, j.rollout(2, **back)]))
+    other = read_run(write_lines(tmp_path / "other", [j.header(), lines[0], j.rollout(2, **back)]))
+    assert verdict.did([one]) == "kl_coef 0.005 → 0.04 (B3c, X1)"
+    assert verdict.did([one, other]) == "kl_coef 0.005 → 0.01 to 0.04 (B3c, X1, 2 of 2 runs)"
+    assert "3 changes; 1 reverted" in verdict.told(one)
+    assert "Moved: kl_coef 0.005 → 0.04 (B3c, X1)." in verdict.told(one)
+
+
 def test_other_seeds_are_not_compared(tmp_path: Path) -> None:
     runs = [made(tmp_path, "a", "act", 1, 0.9, [0.1]), made(tmp_path, "a", "off", 2, 0.3, [0.1])]
     (line,) = verdict.headlines(groups.group_runs(runs))
