@@ -236,17 +236,32 @@ def _scaled(
     return Condition(name, met, reason, value, limit, knob, after)
 
 
-def confirmed(before: Round, after: Round) -> Gate:
+def confirmed(before: Round, after: Round, *, relative: bool = False) -> Gate:
     """P2 is confirmed only if the spread narrowed: the round's sd is below the last round's.
 
     The sd is that of the per-rollout mean reward around its own trend, so that learning is no spread.
+
+    Args:
+        relative: a spread that sampling alone explains cannot narrow, and comparing two of them would
+            toss a coin: such a round is confirmed too.
     """
     spreads = [_spread(r) for r in (before, after)]
     if spreads[0] is None or spreads[1] is None:
         return Gate("P2", False, "a spread needs at least 4 rewards in both rounds")
+    if relative and (words := _at_the_floor(after, spreads[1])):
+        return Gate("P2", True, f"spread of the reward {spreads[0]:.3g} -> {spreads[1]:.3g}, {words}")
     narrowed = spreads[1] < spreads[0]
     words = "narrowed" if narrowed else "did not narrow: stop"
     return Gate("P2", narrowed, f"spread of the reward {spreads[0]:.3g} -> {spreads[1]:.3g}, {words}")
+
+
+def _at_the_floor(round_: Round, spread: float) -> str:
+    """That sampling alone explains the spread, in words; empty when it does not."""
+    if round_.noise == 0.0:
+        return ""
+    ratio, limit = (spread / round_.noise) ** 2, variance_ratio_limit(len(round_.metrics["reward_mean"]))
+    words = f"no more than its noise floor explains: variance ratio {ratio:.3g} <= {limit:.3g}"
+    return words if ratio <= limit else ""
 
 
 def _spread(round_: Round) -> float | None:

@@ -195,6 +195,17 @@ def test_p2_is_confirmed_only_by_a_narrower_spread(before: float, after: float, 
     assert not confirmed(a_round(reward_mean=[1.0]), a_round(reward_mean=saw(0.1))).passed
 
 
+@pytest.mark.parametrize(("ratio", "passes"), [(2.49, True), (2.51, False)])
+def test_a_spread_that_sampling_explains_cannot_narrow(ratio: float, passes: bool) -> None:
+    """In units of the noise: 200 values tolerate a variance ratio of 2.5."""
+    before = a_round(reward_mean=saw(NOISE**2), noise=NOISE)
+    after = a_round(reward_mean=saw(ratio * NOISE**2), noise=NOISE)
+    assert confirmed(before, after, relative=True).passed is passes
+    assert not confirmed(before, after).passed
+    unknown = a_round(reward_mean=saw(ratio * NOISE**2))
+    assert not confirmed(before, unknown, relative=True).passed
+
+
 # -------------------------------------------------------------------------------------------- P3
 
 

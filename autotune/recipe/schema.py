@@ -556,7 +556,7 @@ class TuneSection(Section):
     preset: Literal["documented_7b"] | None = None
     """Values of the trainer's fields that the recipe leaves out."""
     relative_variance: bool = False
-    """Judge the reward's variance by its noise floor; for rewards that cannot vary by 0.3."""
+    """Judge the reward's variance and spread by their noise floor; for rewards that cannot vary by 0.3."""
     metrics: tuple[Reward, ...] = ()
     """Further scores of the held-out responses at the end, such as helpfulness; never trained on."""
 

@@ -10,7 +10,6 @@ draw the same random point, and who gets which trial does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def make(storage: Any, name: str, recipe: Recipe, folder: Path) -> Any:
     known = study.user_attrs.get("plan")
     if known is None:
         study.set_user_attr("plan", plan)
-    elif _essence(known["recipe"]) != _essence(plan["recipe"]):
+    elif _essence(Recipe.model_validate(known["recipe"])) != _essence(recipe):
         raise InputError(
             f"the study {name!r} was made from another recipe; name this one anew with sweep.study=NAME,"
             f" or remove {folder} and its storage"
@@ -75,11 +74,10 @@ def make(storage: Any, name: str, recipe: Recipe, folder: Path) -> Any:
 MAY_CHANGE = ("trials", "storage", "heartbeat", "grace", "confirm", "keep_checkpoints")
 
 
-def _essence(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _essence(recipe: Recipe) -> dict[str, Any]:
     """What must stay while a study goes on; a larger number of `trials` extends it."""
-    sweep = {k: v for k, v in recipe["sweep"].items() if k not in MAY_CHANGE}
-    rest = {k: v for k, v in recipe.items() if k not in ("tracking", "run_dir", "fingerprint", "tune")}
-    return {**rest, "sweep": sweep}
+    places = {"tracking", "run_dir", "fingerprint", "tune"}
+    return recipe.model_dump(exclude={**dict.fromkeys(places, True), "sweep": set(MAY_CHANGE)})
 
 
 def _queue(study: Any, recipe: Recipe) -> None:

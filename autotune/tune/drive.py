@@ -67,7 +67,9 @@ def _claim(plan: Plan) -> None:
     """The folder belongs to one plan."""
     mine = {"recipe": plan.recipe.model_dump(mode="json"), "budget": plan.budget}
     file = plan.folder / PLAN
-    if file.exists() and json.loads(file.read_text("utf-8")) != json.loads(json.dumps(mine)):
+    known = json.loads(file.read_text("utf-8")) if file.exists() else mine
+    # Read as a recipe first: a newer version may know more fields than the one that wrote it.
+    if (Recipe.model_validate(known["recipe"]), known["budget"]) != (plan.recipe, plan.budget):
         raise InputError(
             f"{plan.folder} holds the rounds of another recipe or budget; give this one a name: name=NAME"
         )
@@ -116,7 +118,8 @@ class Drive:
         stage = self._stage("P2", before.last, self.plan.end("P2"), change)
         if change is None:
             return ""  # there is nothing to confirm
-        return self._pass("P2", (procedure.confirmed(before.pooled, stage.pooled),))
+        relative = self.plan.section.relative_variance
+        return self._pass("P2", (procedure.confirmed(before.pooled, stage.pooled, relative=relative),))
 
     def _speed_and_length(self) -> str:
         before = self.stages[-1]
