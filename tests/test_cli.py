@@ -206,3 +206,12 @@ def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runpy.run_module("autotune", run_name="__main__")
     assert called.times == 1
+
+
+def test_a_sweep_without_a_space_and_a_worker_without_a_storage_exit_2() -> None:
+    """Optuna is not asked for before these are known."""
+    recipe = file("seed: 1\n")
+    needs = ((["sweep", recipe], "no `sweep` section"), (["sweep", "--worker"], "--storage URL"))
+    for arguments, word in needs:
+        done = call(*arguments)
+        assert done.exit_code == 2 and word in done.output.replace("\n", " ")

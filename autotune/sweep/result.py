@@ -76,6 +76,8 @@ class Outcome:
     """Of all trials and confirming runs."""
     states: Mapping[str, int]
     """State -> number of planned trials."""
+    front: tuple[int, ...] = ()
+    """With a second objective: the trials that no other one beats in both."""
 
     @property
     def gain(self) -> Interval | None:
@@ -99,9 +101,10 @@ def best_trial(study: Any, recipe: Recipe) -> Any:
     return max(complete, key=lambda t: (t.values[0], -t.number))
 
 
-def front(study: Any) -> list[Any]:
-    """With two objectives: the trials that no other one beats in both."""
-    return list(study.best_trials) if len(study.directions) > 1 else []
+def front(study: Any) -> tuple[int, ...]:
+    """With two objectives: slots of the trials that no other one beats in both."""
+    best = study.best_trials if len(study.directions) > 1 else []
+    return tuple(sorted(trial.user_attrs[SLOT] for trial in best))
 
 
 def importances(study: Any, recipe: Recipe) -> dict[str, float]:
@@ -171,7 +174,7 @@ def conclude(
     outcome = Outcome(
         study.study_name, folder, best.user_attrs[SLOT], list(best.values), best.params, confirmed,
         importances(study, recipe), cost + sum(arm.tokens for arm in confirmed),
-        {name: states.count(name) for name in sorted(set(states))},
+        {name: states.count(name) for name in sorted(set(states))}, front(study),
     )  # fmt: skip
     _write(outcome, recipe, source, data)
     return outcome
@@ -218,6 +221,9 @@ def verdict(outcome: Outcome, recipe: Recipe) -> list[str]:
     states = ", ".join(f"{count} {name}" for name, count in outcome.states.items())
     kind = settings(recipe).score
     lines = [f"Best: trial {outcome.slot}, {kind} held-out score {outcome.values[0]:.3f} (chosen by it)."]
+    if outcome.front:
+        second = f"{settings(recipe).second} {outcome.values[1]:.3g}"
+        lines.append(f"It took {second}; not beaten in both: trials {', '.join(map(str, outcome.front))}.")
     for arm in outcome.arms if settings(recipe).confirm else ():
         what = "the best recipe" if arm.name == BEST else "this recipe as it was"
         lines.append(f"On fresh seeds {what}: {arm.interval or 'no run finished'}.")

@@ -41,10 +41,10 @@ def closeness(recipe: Recipe, rollout: int) -> float:
 
 @pytest.fixture
 def concluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Recipe, Path]]:
-    def conclude(score: Any = closeness) -> tuple[Any, Recipe, Path]:
+    def conclude(score: Any = closeness, *more: str) -> tuple[Any, Recipe, Path]:
         file = tmp_path / "small.yaml"
         file.write_text(RECIPE.format(folder=tmp_path))
-        recipe, child = load_recipe(file, ["trainer.temperature=0.9"]), FakeChild(score)
+        recipe, child = load_recipe(file, ["trainer.temperature=0.9", *more]), FakeChild(score)
         monkeypatch.setattr(trial, "carry_out", child)
 
         def together(
@@ -94,6 +94,14 @@ def test_what_mattered_is_named(concluded: Any) -> None:
     outcome, _, _ = concluded()
     shares = outcome.importance
     assert shares["trainer.actor_learning_rate"] > shares["trainer.kl_coef"]
+
+
+def test_a_second_objective_tells_of_what_is_not_beaten(concluded: Any) -> None:
+    outcome, _, folder = concluded(closeness, "sweep.second=tokens", "sweep.confirm=0", "sweep.pairs=none")
+    assert outcome.front == (outcome.slot,)  # all cost the same, so the best score beats the others
+    text = (folder / "summary.md").read_text()
+    assert f"It took tokens 1.2e+04; not beaten in both: trials {outcome.slot}." in text
+    assert "fresh seeds" not in text.split("##")[0]
 
 
 def test_a_study_without_any_score_fails_with_the_reasons(concluded: Any) -> None:
