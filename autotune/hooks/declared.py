@@ -73,7 +73,7 @@ class Declaration:
     package: str
     """Whose version counts; empty where there is none."""
     versions: tuple[str, ...]
-    """Beginnings of the versions that were tested; empty where there is none."""
+    """Versions that were tested, whole (`0.9.1`) or as a beginning (`1.16.`); empty where there is none."""
     lines: str
     """The user's lines, ready to paste."""
     metrics: tuple[MetricRow, ...]
@@ -87,9 +87,11 @@ class Declaration:
 
     def untested(self, version: str) -> str:
         """Why a version cannot be acted on, or an empty string."""
-        if not self.versions or version.startswith(self.versions):
+        plain = version.partition("+")[0]
+        tested = any(plain == v or (v.endswith(".") and plain.startswith(v)) for v in self.versions)
+        if tested or not self.versions:
             return ""
-        known = " or ".join(f"{v.rstrip('.')}.x" for v in self.versions)
+        known = " or ".join(map(_shown, self.versions))
         return f"{self.package} {version} has not been tested with this adapter, which knows {known}"
 
     def knob(self, name: str) -> KnobRow | None:
@@ -101,6 +103,11 @@ class Declaration:
         line = (row.config or row.otherwise) if row is not None else ""
         numbers = {**knobs, name: value, "value": value, "samples": value * knobs.get("rollout_n", 1)}
         return line.format(**{key: f"{number:g}" for key, number in numbers.items()})
+
+
+def _shown(version: str) -> str:
+    """`1.16.x` for a beginning."""
+    return f"{version}x" if version.endswith(".") else version
 
 
 def declaration(trainer: str) -> Declaration:
@@ -171,9 +178,10 @@ def _lines() -> Iterator[str]:
 def _trainer(d: Declaration) -> Iterator[str]:
     yield from (f"## {d.title}", "")
     if d.versions:
-        tested = ", ".join(f"{v.rstrip('.')}.x" for v in d.versions)
+        tested = ", ".join(map(_shown, d.versions))
         yield from (f"Tested with {d.package} {tested}.", "")
-    yield from ("```python", d.lines.strip(), "```", "")
+    language = "sh" if "python -m " in d.lines else "python"
+    yield from (f"```{language}", d.lines.strip(), "```", "")
     for words in d.words:
         yield from (words, "")
     yield from (f"**So that the clip rules have a sensor:** {d.sensor}", "")

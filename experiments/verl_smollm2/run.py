@@ -175,7 +175,7 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def rehearse(lines: list[str], files: dict[str, str]) -> None:
-    """verl's own code up to the trainer: configuration, checks, dataset and chat template, reward, registry."""
+    """verl's own code up to the trainer: configuration, checks, data and chat template, reward, registry."""
     os.environ.update(environment(Path(files["control"]).parent))
     from hydra import compose, initialize_config_dir
     from verl.trainer import main_ppo

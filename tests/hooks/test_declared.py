@@ -47,11 +47,21 @@ def test_declarations_load_no_trainer(trainer: str) -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_a_knob_that_moves_in_some_runs_only_has_a_line_for_the_others() -> None:
+    line = declaration("verl").restart_line("train_batch_size", 64, {"rollout_n": 8})
+    assert line == "data.train_batch_size=64"
+    line = declaration("openrlhf").restart_line("actor_learning_rate", 1e-6, {})
+    assert line == "--actor.adam.lr 1e-06"
+
+
 def test_versions_and_restart_lines() -> None:
     trl = declaration("trl")
     assert trl.untested("1.16.0") == "" and trl.untested("1.16.3") == ""
     assert "1.17.0 has not been tested" in trl.untested("1.17.0") and "1.16.x" in trl.untested("1.17.0")
     assert "1.1.0" in trl.untested("1.1.0")
+    verl = declaration("verl")
+    assert verl.untested("0.9.1") == "" and verl.untested("0.9.1+local") == ""
+    assert "0.9.10 has not been tested" in verl.untested("0.9.10"), "a whole version is no beginning"
     line = trl.restart_line("train_batch_size", 64, {"rollout_n": 8, "train_batch_size": 32})
     assert line == "GRPOConfig(generation_batch_size=512)"
     assert trl.restart_line("kl_coef", 0.1, {}) == "" and trl.restart_line("nothing", 1, {}) == ""
