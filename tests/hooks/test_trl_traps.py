@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_utils import IntervalStrategy
 
 from autotune.decisions import Restore
 from autotune.errors import AdapterError, InputError
@@ -486,3 +488,66 @@ def test_a_failing_hook_is_taken_out_and_training_goes_on(folder: Path, tmp_path
     notes = [line["text"] for line in read_journal(tmp_path / JOURNAL) if line["type"] == "note"]
     assert any("taken out" in text for text in notes)
     assert run.trainer._compute_loss == plain and run.trainer.state.global_step == 6
+
+
+# -- what only a GPU has, and other trainers -------------------------------------------------------
+
+
+def test_vllm_is_told_length_and_temperature_in_its_own_places(folder: Path, tmp_path: Path) -> None:
+    """Its engine is not here; where TRL's generation reads both at every call is."""
+    run = Run(folder, tmp_path, 1).train()
+    t = run.trainer
+    t.vllm_generation = SimpleNamespace(temperature=1.0, max_completion_length=LENGTH)
+    t.use_vllm, t.args.vllm_max_model_length = True, 24
+    applied(run.adapter, max_response_length=20, temperature=0.8)
+    assert (t.vllm_generation.max_completion_length, t.max_completion_length) == (20, 20)
+    assert t.vllm_generation.temperature == temperature_cell(t.model).cell_contents == 0.8
+    assert "from 1 to 23 tokens" in refused(run.adapter, max_response_length=24)
+    t.args.vllm_max_model_length = None
+    assert f"from 1 to {LENGTH} tokens" in refused(run.adapter, max_response_length=30)
+
+
+def test_importance_sampled_log_probs_are_no_clip_sensor(folder: Path, tmp_path: Path) -> None:
+    """With vLLM old log-probs are always there, and on the first update the ratio is 1 all the same."""
+    run = Run(folder, tmp_path, 2, gradient_accumulation_steps=4)
+    compute = run.trainer._compute_loss
+
+    def with_sampler(model: Any, inputs: Any) -> Any:
+        with torch.no_grad():
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            width = inputs["completion_ids"].size(1)
+            old = run.adapter.hook._plain["_get_per_token_logps_and_entropies"](model, ids, mask, width)[0]
+        unscored = torch.where(torch.arange(width) == 0, torch.nan, old + 0.1)
+        inputs |= {"old_per_token_logps": old, "sampling_per_token_logps": unscored}
+        return compute(model, inputs)
+
+    run.trainer._compute_loss = with_sampler
+    plain = run.callback._begin
+
+    def begin(data: Any) -> None:
+        plain(data)
+        seen = run.adapter._facts.metric_capability
+        seen["kl_mismatch"] = seen["kl_step"]
+
+    run.callback._begin = begin
+    run.train()
+    assert run.snapshots[0].reading("clip_ratio").validity == "structural_zero"
+
+
+def test_evaluations_are_no_rollouts_and_give_the_held_out_score(folder: Path, tmp_path: Path) -> None:
+    run = Run(folder, tmp_path, 3, eval_steps=2, per_device_eval_batch_size=GROUP)
+    run.trainer.args.eval_strategy = IntervalStrategy.STEPS
+    run.trainer.eval_dataset = run.trainer.train_dataset.select(range(2))
+    run.train()
+    assert [s.rollout for s in run.snapshots] == [0, 1, 2]
+    assert run.snapshots[1].value("eval_score") is not None
+    assert run.adapter.facts().metric_capability["eval_score"].state == "valid"
+
+
+def test_an_asynchronous_trainer_is_refused(tmp_path: Path) -> None:
+    """Its `kl` is to the old policy and not to a reference, and its sampler lives in another process."""
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+    with pytest.raises(InputError, match="AsyncGRPOTrainer"):
+        AutotuneCallback(AsyncGRPOTrainer.__new__(AsyncGRPOTrainer), {"mode": "off"})
