@@ -60,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("extra", nargs="*", help="further lines for verl, such as trainer.save_freq=4")
     return parser.parse_args()
 
 
@@ -153,6 +154,7 @@ def overrides(files: dict[str, str], out: Path, options: argparse.Namespace) -> 
         "trainer.test_freq=-1",
         "trainer.resume_mode=disable",
         "+ray_kwargs.ray_init.include_dashboard=false",
+        *options.extra,
         f"+autotune.control={files['control']}",
     ]
 

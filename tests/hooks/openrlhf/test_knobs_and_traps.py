@@ -350,3 +350,41 @@ def test_a_held_out_score_is_the_next_rollouts(start: Start) -> None:
         kind.evaluate = whole
     rollouts = [line for line in journal(trainer) if line["type"] == "rollout"]
     assert [line["snapshot"]["metrics"].get("eval_score") for line in rollouts] == [None, 0.25, 0.5]
+
+
+def test_the_critic_goes_along_and_has_a_rate_of_its_own(start: Start, toy: Any) -> None:
+    """Its epochs and batches are its own copies; its engine is the model itself, not one inside it."""
+    from types import SimpleNamespace
+
+    trainer = start()
+    policy = actors(trainer)[0]
+    optimizer = toy.torch.optim.SGD([toy.torch.nn.Parameter(toy.torch.zeros(1))], lr=0.1)
+    schedule = toy.get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=0, num_training_steps=9)
+    engine = toy.Engine(2, 4, optimizer, schedule)
+    critic = SimpleNamespace(
+        trainer=SimpleNamespace(
+            max_epochs=1,
+            critic=engine,
+            critic_scheduler=schedule,
+            strategy=toy.Strategy(policy.strategy.args),
+        )
+    )
+    trainer.critic_model_group = toy.group([critic])
+    adapter = adapter_of(trainer)
+    assert adapter.facts().has_critic and adapter.knobs()["critic_learning_rate"] == 0.1
+    values = {"ppo_mini_batch_size": 2, "ppo_epochs": 2, "micro_batch_size": 2, "critic_learning_rate": 0.05}
+    assert all(item.ok for item in adapter.apply(values, 1))
+    assert (
+        critic.trainer.max_epochs == 2
+        and engine.accumulate == critic.trainer.strategy.accumulated_gradient == 2
+    )
+    assert schedule.base_lrs == [0.05] and optimizer.param_groups[0]["lr"] == 0.05
+    assert policy.trainer.actor_optim.param_groups[0]["lr"] == 0.05, "the actor's stays as it was"
+    assert {a.trainer.max_epochs for a in actors(trainer)} == {2}
+
+
+def test_a_number_that_is_not_finite_is_a_fault_of_its_own(start: Start) -> None:
+    adapter = adapter_of(start())
+    snapshot = adapter.read(adapter.record({"actor_grad_norm": math.nan, "policy_loss": math.inf}, 0, {}), 0)
+    assert snapshot.reading("grad_norm").validity == snapshot.reading("loss").validity == "non_finite"
+    assert snapshot.reading("clip_ratio").validity == "missing"
