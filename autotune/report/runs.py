@@ -158,7 +158,7 @@ def _run_data(file: Path, reading: Reading, lines: Sequence[Line]) -> RunData:
         status=status,
         reason=reason,
         planned=int((recipe.get("trainer") or {}).get("rollouts") or facts.get("rollouts") or 0),
-        base=_base(recipe, name),
+        base=_base(recipe, facts, name),
         control=json.dumps(control, sort_keys=True),
         rollouts=[int(line["rollout"]) for line in rows],
         metrics=metrics,
@@ -237,11 +237,15 @@ def _status(story: Story, file: Path) -> tuple[str, str]:
     )
 
 
-def _base(recipe: Mapping[str, Any], name: str) -> str:
-    """Equal for runs that differ in seed and control only; a run without a full recipe has its name."""
-    if not recipe.get("trainer"):
-        return f"name {name}"
+def _base(recipe: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:
+    """Equal for runs that differ in seed and control only.
+
+    Another trainer's journal does not know model and data. Its runs count as the same experiment when they
+    have the same name, trainer settings and first knobs: give both arms one name.
+    """
     rest = {key: value for key, value in recipe.items() if key not in NOT_THE_RECIPE}
+    if "task" not in recipe:
+        rest |= {"name": name, "knobs": facts.get("knobs")}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -223,7 +223,7 @@ def told(run: RunData) -> str:
 
 
 _ENDS = {
-    "done": "Finished", "running": "In progress,", "broken off": "Broken off", "failed": "Failed",
+    "done": "Finished", "running": "In progress", "broken off": "Broken off", "failed": "Failed",
     "stopped": "Stopped by the controller", "interrupted": "Interrupted",
 }  # fmt: skip
 

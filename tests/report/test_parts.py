@@ -61,7 +61,13 @@ def test_the_band_is_seen_beside_zero_and_beside_an_explosion() -> None:
 
 
 def made(folder: Path, name: str, mode: str, seed: int, scores: float, rewards: list[float]) -> RunData:
-    recipe = {"name": name, "seed": seed, "control": {"mode": mode}, "trainer": {"rollouts": len(rewards)}}
+    recipe = {
+        "name": name,
+        "seed": seed,
+        "control": {"mode": mode},
+        "task": {},
+        "trainer": {"rollouts": len(rewards)},
+    }
     lines = [j.header(**recipe), *(j.rollout(t, {"reward_mean": r}) for t, r in enumerate(rewards)), j.end()]
     run = read_run(write_lines(folder / f"{name}-{mode}-{seed}", lines))
     return dataclasses.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,10 +60,35 @@ def test_an_adapter_s_journal_without_a_full_recipe(tmp_path: Path) -> None:
     for line in lines[1:]:
         del line["snapshot"]["histograms"], line["times"]
     run = read_run(write_lines(tmp_path / "grpo-7b", lines))
-    assert (run.name, run.seed, run.planned, run.base) == ("grpo-7b", "", 0, "name grpo-7b")
+    assert (run.name, run.seed, run.planned) == ("grpo-7b", "", 0)
     assert run.histograms == [None] * 5
     assert run.times == {}
     assert "clip_ratio" not in run.metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"mode": "off"}, True),
+        ({"name": "other"}, False),
+        ({"lr": 1e-5}, False),
+        ({"loss": "bnpo"}, False),
+    ],
+)
+def test_arms_of_another_trainer_are_the_same_experiment_by_name_and_start(
+    tmp_path: Path, change: dict[str, Any], same: bool
+) -> None:
+    def arm(folder: str, mode: str = "act", name: str = "grpo", lr: float = 1e-6, loss: str = "grpo") -> str:
+        recipe = {
+            "name": name,
+            "trainer": {"rollouts": 9, "kind": "trl", "loss_type": loss},
+            "control": {"mode": mode},
+        }
+        header = {**j.header(), "recipe": recipe, "facts": {"knobs": {"actor_learning_rate": lr}}}
+        return read_run(write_lines(tmp_path / folder, [header, j.rollout(0)])).base
+
+    assert (arm("one") == arm("two", **change)) is same
 
 
 def test_in_progress_only_while_somebody_writes(tmp_path: Path) -> None:
