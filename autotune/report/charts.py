@@ -179,7 +179,7 @@ def _heat_map(group: Group, look: Look, x: list[int], counts: heat.Counts) -> Pa
         lines=decided(group),
         points=look.points,
         extra=spread,
-        note="darker: more tokens, from 1 in 10 000 in steps of ten; top and bottom rows: beyond 8 and 1/8",
+        note="stronger: more tokens, from 1 in 10 000 in steps of ten; top and bottom rows: beyond 8 and 1/8",
     )
 
 

@@ -75,7 +75,7 @@ def decided(group: Group) -> list[tuple[float, str]]:
     """Vertical lines where something was changed or came back."""
     if len(group.runs) > MOST_MARKED_RUNS:
         return []
-    loud = {"change", "reverted", "restore", "stop"}
+    loud = {"change", "reverted", "restore", "stop", "command"}
     return sorted(
         {
             (step.rollout + 0.5, step.outcome)

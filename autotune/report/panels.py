@@ -15,6 +15,7 @@ The drawing is 1000 x 1000 and not scaled in proportion; lines keep their width.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from autotune.report.scales import Axis
 from autotune.report.thin import keep
 
 SIZE = 1000
+MARK = 17
+"""CSS pixels from one mark to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +423,8 @@ def _labels(panel: Panel) -> Iterator[str]:
 
 
 def _x_ticks(span: tuple[float, float]) -> list[float]:
-    return Axis("linear", *span).ticks(8)
+    """Whole rollouts only."""
+    return [value for value in Axis("linear", *span).ticks(8) if value == int(value)]
 
 
 def _crosses() -> Iterator[str]:
@@ -448,10 +452,13 @@ def _cursor(panel: Panel, drawn: _Drawn, key: str) -> str:
 def _marks(panel: Panel) -> str:
     if not panel.marks:
         return ""
-    items = []
+    items: list[str] = []
+    here: Counter[tuple[float, float]] = Counter()  # what happened at one rollout stands side by side
     for mark in panel.marks:
         top = 50.0 if mark.y is None else 100 * (1 - panel.left.place(mark.y))
         place = f"left:{100 * panel.at(mark.x):.2f}%;top:{top:.1f}%"
+        place += f";margin-left:{MARK * here[mark.x, top]}px" if here[mark.x, top] else ""
+        here[mark.x, top] += 1
         items.append(
             text(
                 "a",

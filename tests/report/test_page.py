@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from autotune.cli import app
+from autotune.journal import inspect_journal
 from autotune.report import read_run, render
 from autotune.report.page import GENERATOR
+from autotune.screen import print_summary
 from tests import journal_lines as j
 from tests.report.made import make_run, write_lines
 
@@ -109,6 +113,19 @@ def test_what_a_run_says_is_never_markup(tmp_path: Path) -> None:
     assert evil in Outline(page).text.replace("&lt;", "<")
 
 
+def test_marks_of_one_rollout_stand_side_by_side(tmp_path: Path) -> None:
+    rescue = {"kind": "undo", "before_rollout": 3, "reason": "too far"}
+    lines = [
+        j.header(),
+        *(j.rollout(t) for t in range(3)),
+        j.rollout(3, restore=rescue, alarms=["one", "two"]),
+    ]
+    page = render([write_lines(tmp_path / "run", lines)])
+    (rail,) = re.findall(r'data-key="decisions">.*?</figure>', page, re.S)
+    marks = re.findall(r'<a class="mark.*?style="left:(.*?)"', rail)
+    assert len(marks) == len(set(marks)) == 3
+
+
 def test_a_metric_that_is_not_measured_is_said_and_not_drawn(tmp_path: Path) -> None:
     lines = [{**j.header(), "recipe": {"name": "trl", "control": {"mode": "act"}}}]
     lines += [
@@ -185,6 +202,12 @@ def test_two_hundred_runs_make_a_small_page_soon(
     assert page.count('class="run"') == 200
     assert seconds < 30
     assert size < 15
+
+
+def test_the_summary_of_a_run_names_the_command(runs: list[Path]) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    print_summary(console, inspect_journal(runs[0] / "journal.jsonl").lines, runs[0])
+    assert f"autotune report {runs[0]}" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_long_runs_say_that_they_are_thinned(tmp_path: Path) -> None:
