@@ -106,7 +106,7 @@ class Lead:
 
     def until_finished(self) -> None:
         """Workers at work until no trial waits or runs."""
-        self.processes = [self._start() for _ in range(self.workers)]
+        self.processes = [self._start(place) for place in range(self.workers)]
         watch = life.Watch(view(self.storage, self.name, self.recipe), settings(self.recipe).grace)
         try:
             while self._unfinished():
@@ -125,12 +125,12 @@ class Lead:
         study = view(self.storage, self.name, self.recipe)
         return bool(study.get_trials(deepcopy=False, states=life.unfinished()))
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        threads = threads_for(self.workers)
+    def _start(self, place: int) -> subprocess.Popen[bytes]:
+        shared = thread_variables(threads_for(self.workers)) | device_of(place)
         with (self.folder / "workers.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "autotune", "sweep", "--worker", "--study", self.name],
-                env={**os.environ, **thread_variables(threads), VARIABLE: self.url},
+                env={**os.environ, **shared, VARIABLE: self.url},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -143,7 +143,7 @@ class Lead:
             if process.poll() not in (None, 0) and self.replacements > 0:
                 self.replacements -= 1
                 self.console.print(f"! a worker ended with {process.returncode}; another one takes its place")
-                self.processes[place] = self._start()
+                self.processes[place] = self._start(place)
         ended = self.processes and all(process.poll() is not None for process in self.processes)
         if ended and self._unfinished():
             log = self.folder / "workers.log"
@@ -164,6 +164,12 @@ class Lead:
         for process in self.processes:
             with contextlib.suppress(KeyboardInterrupt):
                 process.wait()
+
+
+def device_of(place: int) -> dict[str, str]:
+    """The one GPU of a worker, where the environment names several; they are handed out in turns."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": names[place % len(names)]} if len(names) > 1 else {}
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from autotune.children import Ended
 from autotune.errors import RunError
 from autotune.recipe import Recipe, load_recipe
 from autotune.sweep import result, studies, trial
+from autotune.sweep.lead import device_of
 from tests.sweep.fake_trials import FakeChild, carry_out
 
 RECIPE = """\
@@ -94,6 +95,16 @@ def test_what_mattered_is_named(concluded: Any) -> None:
     outcome, _, _ = concluded()
     shares = outcome.importance
     assert shares["trainer.actor_learning_rate"] > shares["trainer.kl_coef"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "place", "device"), [("2,5", 0, "2"), ("2,5", 3, "5"), ("2", 1, None), ("", 0, None)]
+)
+def test_workers_share_the_gpus_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, visible: str, place: int, device: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_of(place).get("CUDA_VISIBLE_DEVICES") == device
 
 
 def test_a_second_objective_tells_of_what_is_not_beaten(concluded: Any) -> None:

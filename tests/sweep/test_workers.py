@@ -28,7 +28,7 @@ from autotune.sweep import life, studies
 from autotune.sweep.storages import VARIABLE, open_storage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PATIENCE = 240.0
+PATIENCE = 500.0
 
 RECIPE = """\
 name: small
