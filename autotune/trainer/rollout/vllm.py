@@ -105,10 +105,14 @@ class VllmSampler:
 def group_requests(
     prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw, seeded: bool
 ) -> list[Request]:
-    """One request for each run of rows that are consecutive samples of one prompt."""
+    """One request for each run of rows that are consecutive samples of one prompt.
+
+    Greedy rows stay alone: vLLM draws groups only where their members can differ.
+    """
     new = torch.ones_like(prompt_of, dtype=torch.bool)  # [B]
     same_prompt = prompt_of[1:] == prompt_of[:-1]
-    new[1:] = ~(same_prompt & (sample_of[1:] == sample_of[:-1] + 1))
+    if not draw.greedy:
+        new[1:] = ~(same_prompt & (sample_of[1:] == sample_of[:-1] + 1))
     starts = new.nonzero().squeeze(1)  # [Q]
     counts = torch.diff(starts, append=torch.tensor([len(prompt_of)]))  # [Q]
     seeds = prompt_seeds(draw, prompt_of[starts]) + sample_of[starts]  # [Q]
