@@ -3,6 +3,7 @@
     terminal.svg, terminal.png   the live panel as it was at two thirds of the run
     mlflow.png                   the run's page of metrics in MLflow's own user interface
     report*.png                  with `--report RUN…`: the first run's page, all of them compared, on a phone
+    dashboard.png                with `--compare RUN…`: the runs on the page that `autotune dashboard` opens
 
 Everything is drawn from the run's journal and its MLflow store by the code that a user sees at
 work; nothing is retouched. Needs Chromium (Debian: `apt-get install chromium`); it reaches
@@ -31,6 +32,7 @@ from rich.terminal_theme import TerminalTheme
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from autotune.dashboard import deliver, interface, select, show
 from autotune.journal import read_journal
 from autotune.report import render
 from autotune.screen.panel import Clock, Run, Size, draw
@@ -135,16 +137,31 @@ def mlflow_png(page: str, target: Path) -> None:
     """The run's metrics, narrowed to the ones that the controller lives by."""
     with Browser(1600, 1870) as browser:
         browser.call("Page.navigate", url=page)
-        browser.wait(TRAINING_PAGES)
+        browser.wait(f"!!{TRAINING_PAGES}")
         browser.script(f"{TRAINING_PAGES}.click()")
         time.sleep(1.0)
         browser.call("Page.navigate", url=page)
-        browser.wait(f"document.querySelector({SEARCH_BOX!r})")
+        browser.wait(f"!!document.querySelector({SEARCH_BOX!r})")
         browser.script(f"document.querySelector({CLOSE_ASSISTANT!r})?.click()")
         browser.script(f"document.querySelector({SEARCH_BOX!r}).focus()")
         browser.call("Input.insertText", text=CHARTS)
         browser.wait(f"document.querySelectorAll('.js-plotly-plot').length >= {CHART_COUNT}")
         browser.script("document.activeElement.blur()")
+        time.sleep(2.0)
+        browser.picture(target)
+
+
+def dashboard_png(runs: list[Path], target: Path) -> None:
+    """The comparison inside MLflow, as far as a window shows it."""
+    chosen = select(runs)
+    problems = deliver(chosen)
+    if problems:
+        sys.exit("\n".join(problems))
+    with interface(chosen.uri, 0) as address, Browser(1500, 1660) as browser:
+        browser.call("Page.navigate", url=address + show(chosen, address))
+        browser.wait("document.querySelector('iframe.mlflow-html-iframe')?.src")
+        time.sleep(3.0)
+        browser.script(f"document.querySelector({CLOSE_ASSISTANT!r})?.click()")
         time.sleep(2.0)
         browser.picture(target)
 
@@ -188,11 +205,14 @@ def main() -> None:
     parser.add_argument("--report", type=Path, nargs="+", default=[], help="runs for the report's pictures")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--share", type=float, default=2 / 3, help="how far the pictured run has come")
+    parser.add_argument("--compare", type=Path, nargs="+", default=[], help="runs for dashboard.png")
     options = parser.parse_args()
     if chromium() is None:
         sys.exit("chromium is not installed; on Debian: apt-get install chromium")
     if options.report:
         report_pngs(options.report, options.out)
+    if options.compare:
+        dashboard_png(options.compare, options.out / "dashboard.png")
     if options.run is None:
         return
     svg = options.out / "terminal.svg"

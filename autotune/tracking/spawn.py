@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,8 +144,7 @@ def store_hint(folder: Path, receipt: Receipt | None = None) -> str:
     if receipt.store.startswith("http"):
         return receipt.store.rstrip("/") + page
     store = _from_here(receipt.store)
-    look = f"mlflow ui --backend-store-uri {store}"
-    return f"run {receipt.run_id} in {store}\n{look}\nhttp://127.0.0.1:5000{page}"
+    return f"run {receipt.run_id} in {store}\nautotune dashboard {shlex.quote(str(folder))}"
 
 
 def _from_here(store: str) -> str:

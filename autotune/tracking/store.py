@@ -80,9 +80,14 @@ class Store:
         if not self.uri.startswith("sqlite:"):
             yield
             return
-        with (self._folder.parent / ".mlflow.lock").open("w") as file:
+        with (self._beside() / ".mlflow-store.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def _beside(self) -> Path:
+        """The folder of the SQLite file, which all who deliver to it agree on."""
+        path = self.uri.partition("sqlite:///")[2].partition("?")[0]
+        return Path(path).resolve().parent if path else self._folder.parent
 
     def open_run(
         self, run_id: str, experiment: str, key: str, start_ms: int, tags: dict[str, str],
@@ -161,7 +166,7 @@ class Store:
             return str(found.experiment_id)
         place = None
         if self.uri.startswith("sqlite:"):
-            place = (self._folder.parent / ARTIFACTS / name).as_uri()
+            place = (self._beside() / ARTIFACTS / name).as_uri()
         kind = {"mlflow.experimentKind": "custom_model_development"}  # pages for training, not for prompts
         return str(self._client.create_experiment(name, artifact_location=place, tags=kind))
 

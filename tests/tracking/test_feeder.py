@@ -347,7 +347,7 @@ def test_feeder_follows_a_live_run_outside_of_its_process(folder: Path) -> None:
     complete, message = json.loads(done.stdout)
     assert complete, message
     assert receipt(folder).run_id in message
-    assert "mlflow ui --backend-store-uri" in message
+    assert f"autotune dashboard {folder}" in message
     assert history(folder, "reward_mean") == rewards(*range(5))
 
 
@@ -368,6 +368,13 @@ def test_switched_off_tracking_starts_nothing(tmp_path: Path) -> None:
 def nested(seed: int, *names: str) -> list[j.Line]:
     settings = {"experiment": "nested", "group": list(names), "tags": {"study": "s1"}}
     return [j.header(seed=seed, tracking={"mlflow": settings}), j.rollout(0), j.end()]
+
+
+def test_what_is_shared_lies_beside_the_sqlite_file_wherever_the_run_is(tmp_path: Path) -> None:
+    folder = j.write(tmp_path / "sweep" / "trial" / "seed", whole_run())
+    assert feed(folder, "--uri", f"sqlite:///{tmp_path / 'all.db'}") == 0
+    assert (tmp_path / "mlflow-artifacts" / "autotune").is_dir()
+    assert not (tmp_path / "sweep" / "trial" / "mlflow-artifacts").exists()
 
 
 def test_seeds_lie_below_their_trial_and_trials_below_their_sweep(runs: Path) -> None:
