@@ -242,7 +242,7 @@ def _packing(recipe: Recipe) -> Found:
     if packing.leave_out_quiet == "on" and (t.has_critic or t.kl.placement == "reward"):
         why = "a critic learns from every response" if t.has_critic else "a KL in the reward is signal"
         yield ("trainer", "packing", "leave_out_quiet"), f"received on, but {why}; set it to auto or off"
-    if packing.leave_out_quiet == "on" and (t.kl_coef > 0 or t.entropy_coef > 0):
+    elif packing.leave_out_quiet == "on" and (t.kl_coef > 0 or t.entropy_coef > 0):
         yield (
             ("trainer", "packing", "leave_out_quiet"),
             f"received on with kl_coef {t.kl_coef:g} and entropy_coef {t.entropy_coef:g}, whose terms act"

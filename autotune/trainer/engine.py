@@ -180,8 +180,14 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         """Call this for training forwards: DeepSpeed hooks the backward pass to its outputs."""
-        module: nn.Module = self._deepspeed
+        module: nn.Module = self._model if self._alone else self._deepspeed
         return module
+
+    @property
+    def _alone(self) -> bool:
+        """Nothing is split and nobody is there to share with: torch's backward pass and our step are all
+        there is to an update, and DeepSpeed's walks over all modules are spared."""
+        return self._flat and self.world_size == 1
 
     @property
     def device(self) -> torch.device:
@@ -227,13 +233,15 @@ class Engine:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradients; `last` says that `step()` comes next."""
+        self._boundary = last
+        if self._alone:
+            loss.backward()
+            self._flat_optimizer.gather()
+            return
         self._deepspeed.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and our losses are already divided by the global count.
         scaled = loss * self.world_size if self.world_size > 1 else loss
         self._deepspeed.backward(scaled, scale_wrt_gas=False)
-        if isinstance(self._optimizer, FlatAdamW) and self.world_size == 1:
-            self._optimizer.gather()  # with more ranks DeepSpeed still has to sum the gradients
-        self._boundary = last
 
     def step(self) -> StepResult:
         """Clip and apply the accumulated gradients, then drop them.
@@ -261,8 +269,8 @@ class Engine:
         import torch
         from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-        if isinstance(self._optimizer, FlatAdamW):
-            self._optimizer.gather()
+        if self._flat and not self._alone:
+            self._flat_optimizer.gather()  # DeepSpeed has summed the gradients over ranks
         parameters = [p for p in self._stepped() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])  # []
         if not torch.isfinite(norm):
@@ -270,14 +278,17 @@ class Engine:
             return StepResult(grad_norm=norm, stepped=False)
         if self._max_grad_norm > 0:
             clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        self._deepspeed.step()
+        (self._flat_optimizer if self._alone else self._deepspeed).step()
         return StepResult(grad_norm=norm, stepped=True)
 
     def _stepped(self) -> list[Tensor]:
         """What Adam sees at ZeRO 0: the parameters, or their one flat copy."""
-        if isinstance(self._optimizer, FlatAdamW):
-            return [self._optimizer.master]
-        return [*self._trainable.values()]
+        return [self._flat_optimizer.master] if self._flat else [*self._trainable.values()]
+
+    @property
+    def _flat_optimizer(self) -> FlatAdamW:
+        assert isinstance(self._optimizer, FlatAdamW), "only ZeRO 0 in bfloat16 steps a flat copy"
+        return self._optimizer
 
     # -- taking a rollout back -----------------------------------------------------------------
 
@@ -462,8 +473,8 @@ class Engine:
 
     def _whole_master(self, index: int, kind: str) -> Tensor:
         """ZeRO 0 keeps one unsplit master per parameter, in the same order, or all of them in a flat one."""
-        if isinstance(self._optimizer, FlatAdamW):
-            return self._optimizer.part(index, kind)
+        if self._flat:
+            return self._flat_optimizer.part(index, kind)
         master = self._masters()[index]
         if kind == "model":
             return master

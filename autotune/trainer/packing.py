@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autotune.recipe.schema import PackingSection
 
 ROUND = 128
-"""The longest sequence is rounded up to this: compiled layers need not be made anew for each length."""
+"""The most tokens of a sequence are rounded up to this: a number that changes has layers compiled anew."""
 
 Ints = NDArray[np.int64]
 
@@ -74,7 +74,7 @@ class Layout:
     shape: tuple[int, int]
     """(b, width) of what comes out."""
     longest: int
-    """Of the sequences, rounded up."""
+    """That a sequence of this rollout can be, rounded up."""
     chunk: int
     compile: bool = False
 
@@ -160,7 +160,7 @@ def make_layout(rows: Rows, lengths: Rows, packing: Packing, device: torch.devic
         targets=targets,
         places=places,
         shape=(len(rows), width),
-        longest=-(-int(sizes.max()) // ROUND) * ROUND,
+        longest=-(-(packing.prompt_width + packing.response_width) // ROUND) * ROUND,
         chunk=packing.chunk,
         compile=packing.compile,
     )

@@ -16,15 +16,14 @@ import torch
 
 from experiments.throughput.arm_trl import config
 from experiments.throughput.turns import Turns
-from experiments.throughput.work import SHAPES, Work, fed_rollout
+from experiments.throughput.work import SHAPES, Fed, Work, fed_rollout
 
 
-def batch_of(work: Work, vocabulary: int, device: torch.device) -> tuple[Any, Any, Any, Any]:
+def batch_of(work: Work, fed: Fed, device: torch.device) -> tuple[Any, Any, Any, Any]:
     """(TokenBatch, prompt lengths [N], response lengths [N], advantages [N]) of one update."""
     from autotune.trainer.forward import TokenBatch
     from autotune.trainer.rollout.base import pad_prompts
 
-    fed = fed_rollout(0, work, vocabulary)
     some = work.samples // work.updates
     prompts = pad_prompts(fed.prompts[: some // work.group], work.prompt_limit, 0)
     lengths = np.array([len(row) for row in fed.responses[:some]])
@@ -39,6 +38,30 @@ def batch_of(work: Work, vocabulary: int, device: torch.device) -> tuple[Any, An
     )
     advantages = torch.randn(some, generator=torch.Generator().manual_seed(3)).to(device)
     return batch, prompts.lengths.repeat_interleave(work.group).numpy(), lengths, advantages
+
+
+def rollout_of(options: argparse.Namespace, work: Work, device: torch.device, dtype: torch.dtype) -> Fed:
+    """A made rollout; for real weights, text that the model itself gives: noise would put it where
+    its log-probs are of order -20 and rounding shows more than in any training."""
+    fed = fed_rollout(0, work, SHAPES[options.shape].vocabulary)
+    if not options.model.endswith("-real"):
+        return fed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from experiments.throughput.task import prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
+    texts = [text for text, _, _ in prompts(tokenizer)[: work.prompts // work.updates]]
+    encoded = tokenizer(texts, return_tensors="pt", padding=True).to(device)
+    with torch.no_grad():
+        ids = model.generate(
+            **encoded, do_sample=True, max_new_tokens=64, num_return_sequences=work.group, eos_token_id=-1
+        )
+    drawn = ids[:, encoded["input_ids"].shape[1] :].tolist()
+    kept = [row[: max(1, min(len(made), 64))] for row, made in zip(drawn, fed.responses, strict=False)]
+    asked = [tokenizer(text)["input_ids"] for text in texts]
+    return Fed(asked, kept, fed.rewards[: len(kept)])
 
 
 class Recorder:
@@ -132,7 +155,7 @@ def measure(options: argparse.Namespace, work: Work) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    data = batch_of(work, SHAPES[options.shape].vocabulary, device)
+    data = batch_of(work, rollout_of(options, work, device, dtype), device)
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype),

@@ -104,11 +104,16 @@ def poisoned_update(engine: Engine, batch: Tensor, bad: float) -> tuple[float, b
     return float(result.grad_norm), result.stepped
 
 
+def bare(engine: Engine) -> Any:
+    """The model itself: alone at ZeRO 0 in bfloat16 nothing is around it."""
+    return getattr(engine.module, "module", engine.module)
+
+
 def weights(holder: Engine | torch.nn.Module) -> dict[str, Tensor]:
     """Copies of all weights, gathered where they are split."""
     if isinstance(holder, Engine):
         with holder.whole_weights():
-            return weights(holder.module.module)
+            return weights(bare(holder))
     return {n: p.detach().clone() for n, p in holder.named_parameters()}
 
 
@@ -201,7 +206,7 @@ def test_every_supported_kind_trains_drops_undoes_and_resumes(
 def test_whole_weights_are_the_models_own_and_training_goes_on(batch: Tensor) -> None:
     """Inside, the plain model answers as one process's would; outside it trains as if never asked."""
     engine, other = (make_engine(stage=3) for _ in range(2))
-    model = engine.module.module
+    model = bare(engine)
     with engine.whole_weights(), engine.whole_weights(), torch.no_grad():
         sampled = model.generate(input_ids=batch[:2, :3], max_new_tokens=3, do_sample=False)
         plain = small_model().generate(input_ids=batch[:2, :3], max_new_tokens=3, do_sample=False)
