@@ -275,7 +275,10 @@ class Guest:
         """The first rank's vector, weights and state on all of them. One rank alone has nothing to do."""
         if isinstance(self.peers, Alone):
             return
-        told = self.peers.from_first(self._message() if self.peers.first else None)
+        message = {"broken": "the first rank has no vector to tell", "stop": self.stop}
+        with self._fence("failed on the first rank"):
+            message = self._message() if self.peers.first else {}
+        told = self.peers.from_first(message)  # told in any case: the others are waiting
         digest = "broken"
         if not told["broken"]:
             with self._fence("failed on this rank"):

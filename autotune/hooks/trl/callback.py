@@ -151,9 +151,10 @@ class AutotuneCallback(TrainerCallback, ExportableState):
         with self._fence("could not save its state"):
             if self.guest is not None and self.adapter is not None and not self.guest.broken:
                 batches = self.adapter.live.batches
+                taken = self._epoch_rollouts * batches.every * batches.generations
                 position = {
                     "epoch": math.floor(self.trainer.state.epoch or 0.0) if self._midway() else self._epoch(),
-                    "micro_steps": self._epoch_rollouts * batches.every * batches.generations,
+                    "micro_steps": taken if self._midway() else 0,
                     "moved": batches != self._first_batches,
                 }
                 saved = {"guest": self.guest.state_dict(), "position": position}

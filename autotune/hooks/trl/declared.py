@@ -23,9 +23,9 @@ METRICS = (
     MetricRow("loss", HOOK, "`loss` in the log hides NaN (logging_nan_inf_filter), so it is not used"),
     MetricRow("learning_rate", "`learning_rate`", "that the last update used"),
     MetricRow("response_length_mean", "`completions/mean_length`"),
-    MetricRow("response_length_p50", "the rollout's completions", "this rank's"),
-    MetricRow("response_length_p95", "the rollout's completions", "this rank's"),
-    MetricRow("response_length_p995", "the rollout's completions", "this rank's"),
+    MetricRow("response_length_p50", "the rollout's completions", "of all ranks"),
+    MetricRow("response_length_p95", "the rollout's completions", "of all ranks"),
+    MetricRow("response_length_p995", "the rollout's completions", "of all ranks"),
     MetricRow("response_length_max", "`completions/max_length`"),
     MetricRow("truncated_fraction", "`completions/clipped_ratio`"),
     MetricRow("zero_std_fraction", "`frac_reward_zero_std`"),
@@ -107,20 +107,22 @@ trainer.add_callback(AutotuneCallback(trainer, "control.yaml"))
     words=(
         "For `GRPOTrainer`, on one process or several (DDP). The callback asks for a log after every"
         " update, as"
-        " `logging_steps=1` does, and regroups them into rollouts: `steps_per_generation x num_iterations /"
-        " gradient_accumulation_steps` updates each. Where that is not a whole number the run is only"
-        " watched.",
+        " `logging_steps=1` does, and regroups them into rollouts of `steps_per_generation x num_iterations /"
+        " gradient_accumulation_steps` updates. Where that is no whole number there is nothing to decide"
+        " on, and"
+        " the controller stands down.",
         "**The hook on the loss** reads log-probs that the loss computes anyway, and makes one forward"
         " pass without"
         " gradient per rollout. Loss, gradients, weights and random numbers stay bit for bit the same,"
         " which a test"
         " holds. `AutotuneCallback(..., hook=False)` leaves it out; B4a, B4b and X1 then have no sensor"
         " and say so.",
-        "**Weights that come back.** A veto brings back the weights from before a rollout's updates."
-        " They and the"
-        " optimizer's moments are kept where they are, once more, when that takes less than `keep_bytes`"
-        " (2 GiB); with"
-        " `keep_bytes=0`, under DeepSpeed or FSDP nothing is kept, and a veto only lowers the learning rate.",
+        "**Weights that come back.** A veto brings back the weights from before a rollout's updates. They and"
+        " the optimizer's moments are kept on the same device when they take less than `keep_bytes` (4"
+        " GiB), and"
+        " a few older copies of the weights in the host's memory. With `keep_bytes=0`, under DeepSpeed"
+        " or FSDP"
+        " nothing is kept, and a veto only lowers the learning rate.",
         "**Resuming.** The controller's state lies in each checkpoint (`stateful_callbacks`), and"
         " changed knobs are set"
         " again. Let `save_steps` be a multiple of the updates per rollout: TRL drops an unfinished"
