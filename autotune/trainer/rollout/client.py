@@ -128,7 +128,8 @@ class ServerEngine:
         self._port = int(json.loads(told)["port"])
 
     def _last_words(self) -> str:
-        text = (self._folder / "stderr").read_bytes()[-4000:].decode(errors="replace")
+        log = self._folder / "stderr"
+        text = log.read_bytes()[-4000:].decode(errors="replace") if log.exists() else ""
         return "\n".join(text.splitlines()[-20:])
 
     def _ask(self, path: str, body: bytes | None = None) -> bytes:

@@ -14,6 +14,7 @@ import argparse
 import hmac
 import json
 import os
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -145,6 +146,8 @@ def serve(arguments: argparse.Namespace, token: str) -> None:
         server.serve_forever(poll_interval=0.1)
     finally:
         engine.close()
+        if arguments.follow_parent and arguments.folder is not None:
+            shutil.rmtree(arguments.folder, ignore_errors=True)  # a parent that was killed could not
 
 
 def _end_with_parent(server: Server) -> None:
