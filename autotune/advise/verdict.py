@@ -15,14 +15,15 @@ Relative to the run's own numbers wherever that is possible: absolute thresholds
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from autotune.advise.shadow import Said, Shadow
-from autotune.statistics import mad_sd, median, theil_sen
+from autotune.statistics import MAD_TO_SD, median, theil_sen
 
 ENOUGH = 16
 """Rollouts below which nothing is said about a healthy-looking run."""
@@ -76,7 +77,7 @@ class Reward:
             return None
         size = max(len(values) // 4, 1)
         first, last = median(values[: min(size, 20)]), median(values[-min(size, 20) :])
-        sd = mad_sd([b - a for a, b in itertools.pairwise(values)] or [0.0]) / math.sqrt(2)
+        sd = _spread(values)
         blocks = _blocks(values)
         if len(blocks) < 5:
             return cls(values, first, last, sd, False, False)
@@ -93,7 +94,14 @@ def finite(column: Sequence[float]) -> list[float]:
 def _blocks(values: Sequence[float], most: int = 100) -> list[float]:
     """At most `most` medians of equal stretches."""
     size = max(math.ceil(len(values) / most), 1)
-    return [median(values[k : k + size]) for k in range(0, len(values) - size + 1, size)]
+    starts = range(0, len(values) - size + 1, size)
+    return [float(np.median(values[k : k + size])) for k in starts]
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Robust standard deviation of one value, from successive differences; numpy, for a million of them."""
+    steps = np.diff(values) if len(values) > 1 else np.zeros(1)
+    return MAD_TO_SD * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
 
 
 def tail(column: Sequence[float]) -> list[float]:
