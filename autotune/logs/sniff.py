@@ -86,7 +86,8 @@ class Log:
         lines = _finished_lines(self.path)
         while chunk := list(itertools.islice(lines, LINES)):
             block = read_block(chunk)
-            yield from [block] if block is not None else self._lines(chunk)
+            regular = block is not None and not {_SUMMARY, "_total_steps"} & set(block.keys)
+            yield from [block] if block is not None and regular else self._lines(chunk)
 
     def _keeping(self, parts: Iterable[Row | Block]) -> Iterator[Row | Block]:
         kept, room = list[Row | Block](), KEPT
