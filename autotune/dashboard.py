@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from autotune.children import sigterm_as_ctrl_c
 from autotune.errors import EnvironmentProblem, InputError, RunError
+from autotune.launch import ends_with_parent
 
 if TYPE_CHECKING:
     from autotune.tracking.receipt import Receipt
@@ -82,7 +84,7 @@ class Selection:
 
 
 def dashboard(wanted: Wanted, console: Console) -> None:
-    """Serve until Ctrl-C.
+    """Serve until Ctrl-C, or a polite kill.
 
     Raises:
         InputError: there is no run in the folders.
@@ -92,7 +94,7 @@ def dashboard(wanted: Wanted, console: Console) -> None:
     if importlib.util.find_spec("mlflow") is None:
         raise EnvironmentProblem("MLflow is not installed: pip install 'autotune-rl[track]'")
     chosen = select(wanted.folders, wanted.uri)
-    with contextlib.ExitStack() as stack:
+    with sigterm_as_ctrl_c(), contextlib.ExitStack() as stack:
         with console.status("delivering what MLflow misses …") if console.is_terminal else stack:
             missing = deliver(chosen)
         for text in missing:
@@ -251,7 +253,7 @@ def served(command: Sequence[str], probe: str, settings: Mapping[str, str], what
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env={**os.environ, **QUIET, **settings},
+            env={**os.environ, **QUIET, **settings}, preexec_fn=ends_with_parent(),
         )  # fmt: skip
         try:
             _await(process, probe, what, log)

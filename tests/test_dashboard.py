@@ -161,8 +161,19 @@ class Served:
         pytest.fail(f"the dashboard ended: {self.said}")
 
     def end(self) -> int:
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGTERM)  # as Ctrl-C
         return self.process.wait(30)
+
+
+@pytest.mark.slow
+def test_killed_dashboard_leaves_no_server_behind(served: Served) -> None:
+    address = served.links["all runs"].partition("#")[0]
+    assert answers(address)
+    served.process.kill()
+    until = time.monotonic() + 30
+    while answers(address):
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 @pytest.fixture
