@@ -14,7 +14,7 @@ failed request. Where Chromium is missing, a test is skipped on a laptop and fai
     from tests.browser import Browser, needs_chromium
     pytestmark = needs_chromium()
 
-Debian: `scripts/chromium.sh` installs it. `CHROMIUM=/path` names another build of it.
+Debian: `scripts/services.sh` installs it. `CHROMIUM=/path` names another build of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chromium() -> str | None:
 def needs_chromium() -> pytest.MarkDecorator:
     """Skip where there is no Chromium, but never in CI: there the test must run, and fails."""
     missing = chromium() is None and os.environ.get("CI", "").lower() != "true"
-    return pytest.mark.skipif(missing, reason="no Chromium; on Debian: scripts/chromium.sh")
+    return pytest.mark.skipif(missing, reason="no Chromium; on Debian: scripts/services.sh")
 
 
 class Browser:
@@ -90,7 +90,7 @@ class Browser:
     def _start(self) -> subprocess.Popen[bytes]:
         command = chromium()
         if command is None:
-            raise RuntimeError("Chromium is not installed; on Debian: scripts/chromium.sh")
+            raise RuntimeError("Chromium is not installed; on Debian: scripts/services.sh")
         there, self._out = os.pipe()
         self._in, back = os.pipe()
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (there, back)]  # clear of 3 and 4

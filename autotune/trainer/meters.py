@@ -97,8 +97,8 @@ class Meters:
         self._rollout = rollout  # [len(ROLLOUT_SUMS)]
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = (self._updates * len(UPDATE_SUMS), 2 * _BINS, len(ROLLOUT_SUMS))
-        rows, histograms, rollout = buffer.split(sizes)
+        sizes = [self._updates * len(UPDATE_SUMS), 2 * _BINS, len(ROLLOUT_SUMS)]
+        rows, histograms, rollout = torch.split(buffer, sizes)
         return rows.view(self._updates, -1), histograms.view(2, _BINS), rollout
 
     @torch.no_grad()
