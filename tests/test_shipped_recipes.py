@@ -9,12 +9,14 @@ from ruamel.yaml import YAML
 
 from autotune.knobs import updates_per_rollout
 from autotune.recipe import knob_vector
-from autotune.recipe.load import load_recipe
+from autotune.recipe.load import load_control, load_recipe
 from autotune.recipe.schema import Recipe
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
 QUICKSTART = EXPERIMENTS / "quickstart"
-RECIPES = sorted(EXPERIMENTS.glob("*/*.yaml"))
+CONTROLS = sorted(EXPERIMENTS.glob("*/control*.yaml"))
+"""Sections for other trainers, not whole recipes."""
+RECIPES = sorted(set(EXPERIMENTS.glob("*/*.yaml")) - set(CONTROLS))
 
 
 def shape(path: Path) -> Recipe:
@@ -25,6 +27,11 @@ def shape(path: Path) -> Recipe:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_shipped_recipe_validates(path: Path) -> None:
     assert shape(path).trainer.rollouts >= 1
+
+
+@pytest.mark.parametrize("path", CONTROLS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_shipped_control_section_validates(path: Path) -> None:
+    assert load_control(path).mode == "act"
 
 
 @pytest.mark.parametrize("path", sorted(QUICKSTART.glob("*.yaml")), ids=lambda p: p.stem)
