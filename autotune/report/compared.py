@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autotune.knobs import ALIASES, KNOBS, Scale
 from autotune.metrics import METRICS
-from autotune.report.groups import Group, course, evaluated, metric
+from autotune.report.groups import Group, course, evaluated, knob, metric
 from autotune.report.look import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -19,7 +20,8 @@ from autotune.report.look import (
 )
 from autotune.report.markup import tag
 from autotune.report.panels import Panel, Reference
-from autotune.report.scales import Axis, asinh, linear
+from autotune.report.scales import Axis, asinh, linear, log
+from autotune.report.timelines import split_knobs
 from autotune.screen.marks import KL_BAND, cells
 
 COMPARED = (
@@ -37,6 +39,39 @@ def compared(groups: Sequence[Group], look: Look) -> Iterator[Panel]:
     yield _score_chart(groups, look)
     for name, title, kind in COMPARED:
         yield _compared(groups, look, name, title, kind)
+    for name in apart(groups):
+        yield _knob(groups, look, name)
+
+
+def apart(groups: Sequence[Group]) -> list[str]:
+    """Knobs that were moved in a group, or that the groups began with at different values."""
+    moved = {names[0] for group in groups for names in split_knobs(group)[0]}
+    found = [name for name in KNOBS if name in moved or len(_first_values(groups, name)) > 1]
+    twin = ALIASES["clip_range"][1]  # drawn with its other side where both are the same
+    return [name for name in found if name != twin or not _same_sides(groups)]
+
+
+def _first_values(groups: Sequence[Group], name: str) -> set[float]:
+    firsts = (run.knobs[name][0] for group in groups for run in group.runs if run.knobs.get(name))
+    return {value for value in firsts if value is not None}
+
+
+def _knob(groups: Sequence[Group], look: Look, name: str) -> Panel:
+    """One knob of all groups: where the seeds of a group went different ways, mean and band."""
+    known = [g for g in groups if any(run.knobs.get(name) for run in g.runs)]
+    courses = {g.label: course(g, knob(name)) for g in known}
+    curves = [curve(g.label, courses[g.label], color(g), dash=dash(g)) for g in known]
+    seen, spec = values(*courses.values()), KNOBS[name]
+    unit = "" if spec.unit == "1" else spec.unit
+    # A band that reaches zero has no place on a logarithmic axis; `log` falls back by itself.
+    axis = linear(seen, unit=unit) if spec.scale is Scale.LINEAR else log(seen, unit)
+    title = "clip_range" if name == ALIASES["clip_range"][0] and _same_sides(known) else name
+    return Panel(f"knob/{name}", title, look.span, axis, curves, height=120, points=look.points)
+
+
+def _same_sides(groups: Sequence[Group]) -> bool:
+    low, high = ALIASES["clip_range"]
+    return all(run.knobs.get(low) == run.knobs.get(high) for group in groups for run in group.runs)
 
 
 def _score_chart(groups: Sequence[Group], look: Look) -> Panel:

@@ -28,6 +28,7 @@ from autotune.sweep import life, state
 from autotune.sweep.result import Outcome, Source, conclude, text, verdict
 from autotune.sweep.storages import VARIABLE, open_storage, wanted
 from autotune.sweep.studies import make, settings, study_folder, study_name, view
+from autotune.sweep.told import Told, telling
 from autotune.tracking.store import safe_uri
 
 POLL = 1.0
@@ -56,14 +57,15 @@ def sweep(
     doctor.require(recipe)
     console = console or Console(highlight=False)
     url = wanted(storage, section.storage, folder)
-    with _leading(folder), sigterm_as_ctrl_c():
+    with _leading(folder), sigterm_as_ctrl_c(), telling(recipe, folder) as told:
         opened = open_storage(url)
         make(opened, name, recipe, folder)
         _announce(console, recipe, name, url, workers)
-        Lead(opened, url, name, recipe, folder, workers, console).until_finished()
+        Lead(opened, url, name, recipe, folder, workers, console, told).until_finished()
         study = view(opened, name, recipe)
         say = lambda news: console.print(f"· {news}", markup=False)  # noqa: E731
         outcome = conclude(study, recipe, folder, url, source, max(workers, 1), say)
+        told.outcome(outcome)
     _tell(console, outcome, recipe)
     return outcome
 
@@ -96,10 +98,12 @@ class Lead:
     """The leader while workers work."""
 
     def __init__(
-        self, storage: Any, url: str, name: str, recipe: Recipe, folder: Path, workers: int, console: Console
-    ) -> None:
+        self, storage: Any, url: str, name: str, recipe: Recipe, folder: Path, workers: int,
+        console: Console, told: Told,
+    ) -> None:  # fmt: skip
         self.storage, self.url, self.name, self.recipe = storage, url, name, recipe
         self.folder, self.workers, self.console = folder, workers, console
+        self.tracker = told
         self.processes: list[subprocess.Popen[bytes]] = []
         self.replacements = workers
         self.told: set[int] = set()
@@ -156,6 +160,7 @@ class Lead:
             if entry["state"] in ("complete", "pruned", "fail") and entry["number"] not in self.told:
                 self.told.add(entry["number"])
                 self.console.print(_line(entry), markup=False, soft_wrap=True)
+                self.tracker.trial(entry)
 
     def _end(self) -> None:
         for process in self.processes:

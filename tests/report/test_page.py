@@ -221,3 +221,14 @@ def test_long_runs_say_that_they_are_thinned(tmp_path: Path) -> None:
     values = [float(v) for v in drawn[1].split(",")]
     assert (min(values), max(values)) == (0.5, 0.9)
     assert len(values) < 700
+
+
+def test_moved_and_different_knobs_are_compared(tmp_path: Path) -> None:
+    """One chart per knob that somebody moved, with a curve of every group; none for the others."""
+    folders = [make_run(tmp_path / f"{mode}-{seed}", mode, seed) for mode in ("off", "act") for seed in (1, 2)]
+    page = render(folders)
+    section = page[page.index('id="compared"') :]
+    section = section[: section.index("</section>")]
+    found = re.findall(r'data-key="knob/([a-z_]+)"', section)
+    assert "actor_learning_rate" in found and "temperature" not in found
+    assert len(found) == len(set(found))

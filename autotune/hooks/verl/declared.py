@@ -152,9 +152,8 @@ python -m verl.trainer.main_ppo … +autotune.control=/path/to/control.yaml""",
         " transfer queue,"
         " worker groups with two CPU workers, loss and metric functions; a model of eight logits"
         " stood in for FSDP"
-        " and vLLM. A PPO step of verl needs a GPU: `experiments/verl_smollm2` is the script for it,"
-        " and it was not"
-        " run yet.",
+        " and vLLM. On one H200 `experiments/verl_smollm2` came as far as verl's vLLM server, with the"
+        " plug-in loaded and FSDP up; no rollout was seen yet.",
         "Weights cannot be brought back in a running verl, so an emergency lowers the learning rate"
         " and says from which"
         " checkpoint to start again.",
