@@ -225,7 +225,8 @@ def test_long_runs_say_that_they_are_thinned(tmp_path: Path) -> None:
 
 def test_moved_and_different_knobs_are_compared(tmp_path: Path) -> None:
     """One chart per knob that somebody moved, with a curve of every group; none for the others."""
-    folders = [make_run(tmp_path / f"{mode}-{seed}", mode, seed) for mode in ("off", "act") for seed in (1, 2)]
+    arms = [(mode, seed) for mode in ("off", "act") for seed in (1, 2)]
+    folders = [make_run(tmp_path / f"{mode}-{seed}", mode, seed) for mode, seed in arms]
     page = render(folders)
     section = page[page.index('id="compared"') :]
     section = section[: section.index("</section>")]

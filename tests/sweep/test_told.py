@@ -58,7 +58,8 @@ def test_the_study_tells_its_plan_and_its_conclusion(told: Any) -> None:
     assert own[0]["params"]["trials"] == 8 and "log" in own[0]["params"]["space/trainer.actor_learning_rate"]
     end = own[-1]
     assert end["metrics"]["confirmed/best"] == pytest.approx(outcome.arms[0].interval.mean)
-    assert end["note"].startswith("# ") and [Path(f).name for f in end["files"]] == ["summary.md", "best.yaml"]
+    assert end["note"].startswith("# ")
+    assert [Path(f).name for f in end["files"]] == ["summary.md", "best.yaml"]
     curve = {line["step"]: line["metrics"]["score"] for line in own if "score" in line["metrics"]}
     assert len(curve) == outcome.states["complete"]
 
