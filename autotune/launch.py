@@ -42,7 +42,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     Raises:
         InputError: this process is a rank itself already.
     """
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and ("MASTER_ADDR" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
         raise InputError(
             "--nproc starts the ranks itself, but a launcher (torchrun, deepspeed) has started this"
             " process as one; leave out one of the two"

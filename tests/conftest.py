@@ -11,6 +11,7 @@ import importlib.util
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_is_left_behind() -> Iterator[None]:
+    """accelerate writes a launcher's variables into the process; later tests' children would believe them."""
+    before = {name: os.environ.get(name) for name in LAUNCHER}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

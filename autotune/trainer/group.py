@@ -34,7 +34,7 @@ def start_group() -> str:
     device_type = str(get_accelerator().device_name())
     backend = "nccl" if device_type == "cuda" else "gloo"
     if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if _launched():
             get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
         else:
@@ -46,6 +46,12 @@ def start_group() -> str:
     # At ZeRO 3 DeepSpeed calls collectives by names that torch has renamed: no news for a user.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     return device_type
+
+
+def _launched() -> bool:
+    """Whether a launcher started this rank. accelerate names a rank of one in a process that is alone."""
+    named = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return named and ("MASTER_ADDR" in os.environ or os.environ["WORLD_SIZE"] != "1")
 
 
 def leave_group() -> None:

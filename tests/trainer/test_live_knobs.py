@@ -277,15 +277,15 @@ class Probes:
 
         def weighed(
             new: Tensor, old: Tensor, ref: Tensor | None, entropy: Tensor | None,
-            advantages: Tensor, mask: Tensor, counts: Any, knobs: Any,
+            advantages: Tensor, mask: Tensor, counts: Any, knobs: Any, importance: Tensor | None = None,
         ) -> Tensor:  # fmt: skip
-            result = loss(new, old, ref, entropy, advantages, mask, counts, knobs)
+            result = loss(new, old, ref, entropy, advantages, mask, counts, knobs, importance)
             self._inside = True
             with torch.no_grad():
 
                 def part(**without: float) -> float:
                     other = replace(knobs, **without)
-                    rest = loss(new, old, ref, entropy, advantages, mask, counts, other)
+                    rest = loss(new, old, ref, entropy, advantages, mask, counts, other, importance)
                     return float(result.double() - rest.double()) * counts.tokens
 
                 if ref is not None:
