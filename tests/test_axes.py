@@ -123,7 +123,7 @@ def test_the_best_recipe_is_the_users_own_text(tmp_path: Path) -> None:
     file.write_text("# mine\ntrainer:\n  kl_coef: 0.1  # pull\n  rollouts: 7\n")
     text = rewritten(file, {"trainer.kl_coef": 0.02, "trainer.clip_range": 0.1}, "best of 3\nquote this")
     assert text.startswith("# best of 3\n# quote this\n# mine\n")
-    assert "kl_coef: 0.02 # pull" in text.replace("  #", " #")
+    assert "kl_coef: 0.02 # was 0.1; pull" in text.replace("  #", " #")
     file.write_text(text)
     trainer = load_recipe(file).trainer
     assert (trainer.kl_coef, trainer.clip_range, trainer.rollouts) == (0.02, 0.1, 7)

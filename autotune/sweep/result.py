@@ -207,7 +207,8 @@ def summary(outcome: Outcome, recipe: Recipe, trials: Sequence[Mapping[str, Any]
     """The study as Markdown, the verdict first."""
     lines = [f"# {outcome.study}", "", *verdict(outcome, recipe), "", "## Best settings", ""]
     lines += ["| field | value |", "|---|---|"]
-    lines += [f"| `{name}` | {text(value)} |" for name, value in outcome.params.items()]
+    used = outcome.arms[0].values  # a drawn batch size is settled on the lattice
+    lines += [f"| `{name}` | {text(used.get(name, value))} |" for name, value in outcome.params.items()]
     if outcome.importance:
         lines += ["", "## What mattered (share of the score's variance, fANOVA)", ""]
         lines += ["| field | share |", "|---|---|"]
@@ -241,7 +242,8 @@ def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     for entry in sorted(trials, key=lambda e: -(e["values"] or [float("-inf")])[0]):
         score = f"{entry['values'][0]:.3f}" if entry["values"] and entry["state"] == "complete" else "-"
         cells = [str(entry["slot"]), entry["state"], score]
-        cells += [text(entry["params"].get(name, "-")) for name in names]
+        ran = {**entry["params"], **entry["used"]}
+        cells += [text(ran.get(name, "-")) for name in names]
         cells += [f"{entry['tokens'] / 1e6:.2f} M", entry["reason"]]
         rows.append("| " + " | ".join(cells) + " |")
     return rows
