@@ -10,6 +10,7 @@ draw the same random point, and who gets which trial does not matter.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,11 @@ def make(storage: Any, name: str, recipe: Recipe, folder: Path) -> Any:
     """The study with its trials queued; an existing one goes on where it was.
 
     Raises:
-        InputError: a study of that name has another recipe.
+        InputError: a study of that name has another recipe, or the sampler's own package is not there.
     """
     package, section = optuna(), settings(recipe)
+    if section.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
+        raise InputError("sweep.sampler cmaes needs the package cmaes: pip install cmaes, or take tpe")
     directions = ["maximize"] + (["minimize"] if section.second else [])
     study = package.create_study(
         storage=storage, study_name=name, directions=directions, load_if_exists=True

@@ -16,7 +16,7 @@ import optuna
 
 from autotune import children
 from autotune.children import Ended
-from autotune.errors import RunError
+from autotune.errors import InputError, RunError
 from autotune.recipe import Recipe, load_recipe
 from autotune.sweep import result, studies, trial
 from autotune.sweep.lead import device_of
@@ -118,3 +118,14 @@ def test_a_second_objective_tells_of_what_is_not_beaten(concluded: Any) -> None:
 def test_a_study_without_any_score_fails_with_the_reasons(concluded: Any) -> None:
     with pytest.raises(RunError, match="no trial of small is complete: the held-out score is not a number"):
         concluded(lambda recipe, rollout: "nan")
+
+
+def test_a_sampler_whose_package_is_missing_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(RECIPE.format(folder=tmp_path))
+    recipe = load_recipe(file, ["sweep.sampler=cmaes"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install cmaes"):
+        studies.make(optuna.storages.InMemoryStorage(), "small", recipe, tmp_path)
