@@ -115,6 +115,7 @@ class Trainer:
         self._drawn = 0  # prompts of the rollout in progress
         self._dropped = 0  # prompts that it passed over because they are too long
         self._tokens = 0  # sampled so far, prompts' and responses'; a restore takes none of them back
+        self._drawn_tokens = 0  # of the rollout in progress
         self._room = Room(on_shrink=lambda text: self._note("rollout/memory", text))
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
@@ -251,6 +252,7 @@ class Trainer:
             finally:  # whatever it raised, this rollout has happened
                 self.rollout += 1
                 self._cursor += self._drawn + self._dropped
+                self._tokens += self._drawn_tokens
         if self._checkpoint_due():
             self._save()
 
@@ -315,6 +317,8 @@ class Trainer:
 
         data = collect(draw_round, self.live.count("train_batch_size"), rounds)
         self._drawn = len(data.scores.silent)
+        drawn = data.drawn
+        self._drawn_tokens = int(drawn.lengths.sum() + drawn.prompt_lengths.sum() * group)
         return data
 
     def _draw(self, before: int, count: int) -> tuple[Samples, Scores]:
@@ -523,14 +527,11 @@ class Trainer:
         clock: PhaseClock,
         evaluation: dict[str, Any],
     ) -> dict[str, float | None]:
-        group, samples = self.live.count("rollout_n"), data.drawn
-        tokens = int(samples.lengths.sum() + samples.prompt_lengths.sum() * group)
-        self._tokens += tokens
-        scalars = describe(samples, data.scores) | measured.scalars
+        scalars = describe(data.drawn, data.scores) | measured.scalars
         scalars["learning_rate"] = self.parts.engine.learning_rate()
         scalars["updates_skipped"] = float(moved.count(False))
         scalars["prompts_dropped"] = float(self._dropped)
-        scalars["tokens_per_second"] = tokens / clock.seconds["total"]
+        scalars["tokens_per_second"] = self._drawn_tokens / clock.seconds["total"]
         if evaluation:
             scalars["eval_score"] = evaluation.get("greedy", evaluation["sampled"])
         return scalars
