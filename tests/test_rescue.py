@@ -223,8 +223,16 @@ def test_the_table_tells_regret_rescue_and_sweep_size() -> None:
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[2:4] == ["3", "0.770 (0.770 to 0.770)"]
     assert cells[4].startswith("0.050") and cells[5] == "3 of 3" and cells[6] == "6"
+    assert cells[10] == "never"  # rows made by hand have no curve
     assert "recommended against random: +0.617" in text
     assert "Actions by rule: X1 9" in text
+
+
+def test_the_table_tells_how_soon_the_goal_was_reached() -> None:
+    made = [*rows(), row("lr_d10", "recommended", 1, 0.8, curve=[0.0] * 30 + [0.8] * 30)]
+    made += [row("lr_d10", "recommended", 2, 0.5, curve=[0.5] * 60)]
+    line = next(part for part in report.whole(made, "report").splitlines() if part.startswith("| lr_d10"))
+    assert line.split("|")[11].strip() == "0.58 (1 of 2)"
 
 
 def test_a_run_that_failed_learnt_nothing_and_is_counted() -> None:

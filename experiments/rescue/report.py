@@ -15,8 +15,6 @@ from experiments.rescue.runs import Row
 from experiments.rescue.suite import ARMS, COMPARED_ON, STARTS, TASKS
 from experiments.rescue.sweep import equivalent_size, expected_best
 
-PURPOSE_OF_BEST = ("winner", "report")
-
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
@@ -75,8 +73,9 @@ def table(rows: Sequence[Row], task: str, purpose: str) -> str:
         f"## {task} (family {TASKS[task].family})\n",
         f"Best of {len(yard.trials)} sweep trials on fresh seeds: {yard.best:.3f};"
         f" untrained: {yard.untrained:.3f}.\n",
-        "| start | arm | runs | J | regret | rescued | k* | actions | kept | reverted | failed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| start | arm | runs | J | regret | rescued | k* | actions | kept | reverted | tokens to goal"
+        " | failed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for start in STARTS:
         for arm in ARMS:
@@ -103,9 +102,17 @@ def _line(start: str, arm: str, rows: Sequence[Row], yard: Yardstick) -> str:
         f"{measures.mean(r.actions for r in rows):.1f}",
         f"{measures.mean(r.kept for r in rows):.1f}",
         f"{measures.mean(r.reverted for r in rows):.1f}",
+        _time_to_goal(rows, yard),
         sum(r.score is None for r in rows),
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _time_to_goal(rows: Sequence[Row], yard: Yardstick) -> str:
+    """Share of the tokens until the running reward is at 90 % of the best; of how many runs."""
+    shares = [measures.tokens_to(r.curve, measures.RESCUED * yard.best) for r in rows]
+    reached = [share for share in shares if share is not None]
+    return f"{measures.mean(reached):.2f} ({len(reached)} of {len(rows)})" if reached else "never"
 
 
 def pooled(rows: Sequence[Row], tasks: Sequence[str], arm: str, purpose: str) -> dict[str, object]:
