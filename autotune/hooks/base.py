@@ -147,6 +147,27 @@ def one_by_one(set_one: Callable[[str, float], object]) -> Setter:
     return setter
 
 
+def move(
+    setters: Mapping[str, Callable[[float], object]], knob: str, value: float,
+    facts: RunFacts, get: Callable[[], Mapping[str, float]],
+) -> None:  # fmt: skip
+    """Set one knob of a foreign trainer by its own setter.
+
+    What has no setter follows from others or needs a restart: the read-back decides whether it fits.
+
+    Raises:
+        AdapterError: the value is not finite, or the knob cannot move in this run.
+    """
+    if not math.isfinite(value):
+        raise AdapterError(f"{knob} = {value} is not a finite number")
+    if knob not in setters:
+        return
+    capability = facts.knob_capability.get(knob)
+    if capability is not None and not capability.acts and value != get().get(knob):
+        raise AdapterError(f"{knob} cannot move: {capability.reason}")
+    setters[knob](value)
+
+
 # ------------------------------------------------------------------------------------ sensing
 
 

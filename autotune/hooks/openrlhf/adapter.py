@@ -23,7 +23,14 @@ from typing import Any
 
 from autotune.decisions import Applied, Restore, RunFacts
 from autotune.errors import AdapterError
-from autotune.hooks.base import FrozenDetector, SingleProcess, one_by_one, set_all_or_none, snapshot_of
+from autotune.hooks.base import (
+    FrozenDetector,
+    SingleProcess,
+    move,
+    one_by_one,
+    set_all_or_none,
+    snapshot_of,
+)
 from autotune.hooks.openrlhf import workers
 from autotune.hooks.openrlhf.declared import DECLARED, MISSING
 from autotune.knobs import Capability, Liveness
@@ -212,14 +219,7 @@ class OpenRLHFAdapter(SingleProcess):
             "max_response_length": self._set_length,
             "temperature": self._set_temperature,
         }
-        if not math.isfinite(value):
-            raise AdapterError(f"{knob} = {value} is not a finite number")
-        if knob not in setters:
-            return  # follows from others or needs a restart: the read-back decides whether it fits
-        capability = self._facts.knob_capability.get(knob)
-        if capability is not None and not capability.acts and value != self.knobs().get(knob):
-            raise AdapterError(f"{knob} cannot move: {capability.reason}")
-        setters[knob](value)
+        move(setters, knob, value, self._facts, self.knobs)
 
     def _set_train_batch(self, value: float) -> None:
         self.args.rollout.batch_size = int(value)

@@ -25,7 +25,14 @@ from typing import Any
 
 from autotune.decisions import Applied, Restore, RunFacts
 from autotune.errors import AdapterError
-from autotune.hooks.base import FrozenDetector, SingleProcess, one_by_one, set_all_or_none, snapshot_of
+from autotune.hooks.base import (
+    FrozenDetector,
+    SingleProcess,
+    move,
+    one_by_one,
+    set_all_or_none,
+    snapshot_of,
+)
 from autotune.hooks.verl import workers
 from autotune.hooks.verl.declared import DECLARED, MISSING
 from autotune.knobs import Capability, Liveness
@@ -260,14 +267,7 @@ class VerlAdapter(SingleProcess):
             "temperature": self._set_temperature,
             **{name: functools.partial(self._set_in_loss, name) for name in IN_LOSS},
         }
-        if not math.isfinite(value):
-            raise AdapterError(f"{knob} = {value} is not a finite number")
-        if knob not in setters:
-            return  # follows from others or needs a restart: the read-back decides whether it fits
-        capability = self._facts.knob_capability.get(knob)
-        if capability is not None and not capability.acts and value != self.knobs().get(knob):
-            raise AdapterError(f"{knob} cannot move: {capability.reason}")
-        setters[knob](value)
+        move(setters, knob, value, self._facts, self.knobs)
 
     def _set_mini_batch(self, value: float) -> None:
         train, n = self._number("data.train_batch_size"), self._number(f"{ROLLOUT}.n")
