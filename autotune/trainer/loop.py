@@ -272,6 +272,7 @@ class Trainer:
                 moved = self._update(plan, experience, meters)
             with clock.phase("kl_step_forward"), self.parts.engine.whole_weights():
                 self._measure_drift(experience, data.kept, meters)
+                meters.send(self.parts.ranks)
             measured = meters.finish(self.parts.ranks)
         return RolloutRecord(
             rollout=self.rollout,

@@ -1,9 +1,9 @@
 """Sums on the device, one copy to the host per rollout.
 
 Everything that is measured while training is a sum over tokens, so it lives in one float64 buffer
-on the device: U rows of per-update sums, two histograms and the rollout's own sums. `finish`
-reduces it over ranks in one collective, copies it in one go and divides by the token counts on the
-host. Nothing before that waits for the device.
+on the device: U rows of per-update sums, two histograms and the rollout's own sums. `send` reduces
+it over ranks in one collective and copies it in one go, `finish` divides by the token counts on the
+host. Nothing before that waits for the device, nor `finish` itself where the rollout has been waited for.
 
 With d = log-prob - old log-prob and r = exp(d), over response tokens:
 
@@ -95,6 +95,8 @@ class Meters:
         self._rows = rows  # [U, len(UPDATE_SUMS)]
         self._histograms = histograms  # [2, RATIO_BINS + 2]: all updates, last update
         self._rollout = rollout  # [len(ROLLOUT_SUMS)]
+        self._sent: Tensor | None = None  # all of it on the host
+        self._arrival: torch.cuda.Event | None = None
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self._updates * len(UPDATE_SUMS), 2 * _BINS, len(ROLLOUT_SUMS)]
@@ -184,10 +186,23 @@ class Meters:
         self._add(self._rollout, ROLLOUT_SUMS, "last_tokens", mask.sum())
         self._add(self._rollout, ROLLOUT_SUMS, "kl_step_last", _masked_sum(drift, mask))
 
+    def send(self, ranks: Ranks) -> None:
+        """Reduce over ranks and start the one copy to the host, without waiting for it."""
+        total, on_gpu = ranks.sum(self._buffer), self._buffer.is_cuda
+        self._sent = torch.empty(total.shape, dtype=total.dtype, pin_memory=on_gpu)
+        self._sent.copy_(total, non_blocking=True)
+        if on_gpu:
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
     def finish(self, ranks: Ranks) -> Measured:
-        """Reduce over ranks, copy once, and turn sums into means."""
-        total = ranks.sum(self._buffer).cpu()
-        rows, histograms, rollout = self._views(total)
+        """Turn sums into means; waits for the copy only where nobody has waited since it was sent."""
+        if self._sent is None:
+            self.send(ranks)
+        if self._arrival is not None and not self._arrival.query():
+            self._arrival.synchronize()
+        assert self._sent is not None
+        rows, histograms, rollout = self._views(self._sent)
         columns = dict(zip(UPDATE_SUMS, rows.T.tolist(), strict=True))
         columns["all_ratios"] = [a + b for a, b in zip(columns["ratios"], columns["left_out"], strict=True)]
         sums = dict(zip(ROLLOUT_SUMS, rollout.tolist(), strict=True))

@@ -161,25 +161,31 @@ def test_one_copy_to_the_host_per_rollout(
     data: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[tuple[int, ...]] = []
+    copy = torch.Tensor.copy_
+
+    def copying(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copied.append(tuple(source.shape))
+        return copy(self, source, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copying)
     for name in ("cpu", "tolist", "numpy", "item"):
         original = getattr(torch.Tensor, name)
 
         def spy(self: torch.Tensor, *args: Any, name: str = name, original: Any = original) -> Any:
-            if name == "cpu":
-                copied.append(tuple(self.shape))
-                return original(self, *args).clone().as_subclass(OnHost)
             assert isinstance(self, OnHost), f"{name}() reads a device tensor"
             return original(self, *args)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
     with HostReads() as reads:
         meters = fill(data, 3)
+        assert copied == []
+        meters.send(Ranks())
     assert reads.waits == []
-    assert copied == []
+    assert meters._sent is not None
+    meters._sent = meters._sent.as_subclass(OnHost)
     meters.finish(Ranks())
-    assert len(copied) == 1
-    assert copied[0] == (U * 12 + 2 * (RATIO_BINS + 2) + 6,)
+    assert copied == [(U * 12 + 2 * (RATIO_BINS + 2) + 6,)]
 
 
 class OnHost(torch.Tensor):
-    """Marks what came out of `.cpu()`; views of it stay marked."""
+    """Marks what has been sent to the host; views of it stay marked."""
