@@ -234,6 +234,11 @@ def _packing(recipe: Recipe) -> Found:
             ("trainer", "packing", "compile"),
             "received true with enabled: off; only packed layers are compiled; set enabled: on, or false",
         )
+    if packing.graphs and packing.enabled == "off":
+        yield (
+            ("trainer", "packing", "graphs"),
+            "received true with enabled: off; only packed passes are recorded; set enabled: on, or false",
+        )
     if packing.compile and recipe.deepspeed.zero_stage == 3:
         yield (
             ("trainer", "packing", "compile"),

@@ -243,6 +243,16 @@ class Engine:
         scaled = loss * self.world_size if self.world_size > 1 else loss
         self._deepspeed.backward(scaled, scale_wrt_gas=False)
 
+    @property
+    def flat_optimizer(self) -> FlatAdamW | None:
+        """The optimizer that gradients may be added to without `backward()`; None where DeepSpeed must see
+        every backward pass."""
+        return self._flat_optimizer if self._alone else None
+
+    def added(self, *, last: bool) -> None:
+        """Somebody has added a micro-batch's gradients to `flat_optimizer`; `last` as in `backward`."""
+        self._boundary = last
+
     def step(self) -> StepResult:
         """Clip and apply the accumulated gradients, then drop them.
 

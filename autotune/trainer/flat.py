@@ -29,6 +29,11 @@ class FlatAdamW(torch.optim.AdamW):
         super().__init__([torch.nn.Parameter(master)], **adamw)
 
     @property
+    def weights(self) -> list[Tensor]:
+        """What follows the master."""
+        return self._weights
+
+    @property
     def master(self) -> Tensor:
         """float32 [sum of sizes]."""
         master: Tensor = self.param_groups[0]["params"][0]
@@ -40,17 +45,28 @@ class FlatAdamW(torch.optim.AdamW):
 
         Called between micro batches, they accumulate in float32.
         """
+        self.open()
+        self.add([weight.grad for weight in self._weights])
+        for weight in self._weights:
+            weight.grad = None
+        return self._buffer
+
+    def open(self) -> None:
+        """Get ready for gradients: the first of an update meet a buffer of zeros."""
         if not self._filled:
             self._buffer.zero_()
             self._filled = True
-        present = [i for i, w in enumerate(self._weights) if w.grad is not None]
-        if present:
-            flat = [self._gradients[i] for i in present]
-            torch._foreach_add_(flat, [self._weights[i].grad for i in present])
-        for weight in self._weights:
-            weight.grad = None
         self.master.grad = self._buffer
-        return self._buffer
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add one gradient per weight to the flat one; None adds nothing."""
+        present = [gradient.flatten() for gradient in gradients if gradient is not None]
+        if len(present) == len(self._weights):  # one concatenation instead of a kernel per weight
+            self._buffer.add_(torch.cat(present))
+        elif present:
+            flat = [f for f, g in zip(self._gradients, gradients, strict=True) if g is not None]
+            torch._foreach_add_([f.view(-1) for f in flat], present)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from autotune.trainer.collect import (
 from autotune.trainer.credit import Credit, critic_credit, group_credit, kl_penalty
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
+from autotune.trainer.graphs import Graphs
 from autotune.trainer.group import agree_on
 from autotune.trainer.interrupts import TogetherInterrupts, held_interrupts
 from autotune.trainer.live import LiveKnobs
@@ -78,6 +80,9 @@ from autotune.trainer.update import (
     seeded_dropout,
     with_signal,
 )
+
+WITHOUT_GRADIENT = 2
+"""A pass without gradient holds no activations: so many times a micro batch's tokens."""
 
 OnPhase = Callable[[str, int], None]
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -123,6 +128,7 @@ class Trainer:
         self._extra_state = extra_state or dict
         self.parts = build_parts(recipe, self.folder)
         self._packed = packs(recipe.trainer.packing, self.parts.model, self.parts.engine.device)
+        self._graphs = self._recorded_passes()
         self._interrupts = TogetherInterrupts(self.parts.ranks.size)
         self._before: list[object] = []  # snapshots of every engine from before this rollout's updates
         self._half_done = False  # this rollout's updates have begun, its record is not out
@@ -375,7 +381,15 @@ class Trainer:
             budget=section.tokens,
             chunk=section.head_tokens,
             compile=section.compile,
+            whole_width=self._graphs is not None,
         )
+
+    def _recorded_passes(self) -> Graphs | None:
+        """CUDA graphs, where the recipe wants them and this run can: packed, on a GPU, alone at ZeRO 0."""
+        optimizer = self.parts.engine.flat_optimizer
+        if not (self.recipe.trainer.packing.graphs and self._packed and optimizer):
+            return None
+        return Graphs(optimizer) if self.parts.engine.device.type == "cuda" else None
 
     def _quiet(self, data: Collected) -> NDArray[np.bool_] | None:
         """Samples whose advantage is 0 while nothing else acts on them, [N]; None to train on all."""
@@ -415,7 +429,9 @@ class Trainer:
         ref = None
         with clock.phase("reference"):
             if parts.reference is not None:
-                ref, _ = score_samples(parts.reference, batch, micro, temperature, parts.ranks)
+                ref, _ = score_samples(
+                    parts.reference, batch, micro, temperature, parts.ranks, graphs=self._graphs
+                )
         if parts.ranks.rank == 0:  # everybody holds all of it, and meters are summed over ranks
             self._meter_sampled(old, ref, data.kept, meters)
         credit = self._credit(data, old.log_probs, ref, micro, clock)
@@ -425,11 +441,12 @@ class Trainer:
     def _scored(self, plan: list[MiniBatch], samples: Samples) -> list[MicroBatch]:
         """Micro batches for the passes without gradient: those of the first epoch, whose ratios are then
         exactly 1 at first; with a token budget, all samples in as few as fit it."""
-        packing = self._packing(samples)
+        cutter = self._cutter(samples)
+        packing = cutter.packing
         if packing is None or packing.budget is None:
             return first_epoch(plan, self.live.count("ppo_epochs"))
-        rows = np.arange(len(samples.lengths))
-        return list(self._cutter(samples).parts(rows))
+        wider = replace(packing, budget=WITHOUT_GRADIENT * packing.budget)
+        return list(replace(cutter, packing=wider).parts(np.arange(len(samples.lengths))))
 
     def _old_log_probs(self, samples: Samples, micro: list[MicroBatch]) -> OldLogProbs:
         """The trainer's log-probs of the sampling weights, or the sampler's where these may stand in."""
@@ -441,7 +458,7 @@ class Trainer:
                 mine = parts.ranks.share(rows)
                 some = list(self._cutter(samples).of_one_rank(mine))
             batch, temperature = samples.batch, self.live["temperature"]
-            return score_samples(parts.model, batch, some, temperature, parts.ranks, with_entropy=True)
+            return score_samples(parts.model, batch, some, temperature, parts.ranks, True, self._graphs)
 
         spare = rollout.old_log_probs == "sampler"
         subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
@@ -490,7 +507,9 @@ class Trainer:
         if critic is not None:
             critic.engine.set_learning_rate(self.live["critic_learning_rate"] * self._factor(self.rollout))
         self._before = [e.snapshot() for e in self._engines] if recipe.trainer.veto_snapshot else []
-        updater = Updater(engine, experience, self._loss_knobs(), self.live["temperature"], critic)
+        updater = Updater(
+            engine, experience, self._loss_knobs(), self.live["temperature"], critic, self._graphs
+        )
         moved = []
         self._half_done = True
         with seeded_dropout(torch_seed(Stream.DROPOUT, recipe.seed, self.rollout, engine.rank)):
@@ -518,7 +537,8 @@ class Trainer:
     def _measure_drift(self, experience: Experience, samples: Samples, meters: Meters) -> None:
         subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
         parts = self._cutter(samples).of_one_rank(self.parts.ranks.share(subset))
-        measure_drift(self.parts.model, experience, parts, self.live["temperature"], meters)
+        temperature = self.live["temperature"]
+        measure_drift(self.parts.model, experience, parts, temperature, meters, self._graphs)
 
     def _scalars(
         self,
@@ -538,6 +558,8 @@ class Trainer:
         return scalars
 
     def _tell_news(self) -> None:
+        if self._graphs is not None and (text := self._graphs.news()):
+            self._note("packing/graphs", text)
         for news in self.parts.rewards.news():
             self._note(f"reward/{news.component}", news.text)
 

@@ -74,10 +74,10 @@ class LossKnobs:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Size of the whole mini-batch over all ranks."""
+    """Size of the whole mini-batch over all ranks; scalars on the device where a graph reads them."""
 
-    tokens: float
-    responses: float
+    tokens: float | Tensor
+    responses: float | Tensor
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class Packing:
     """Positions whose logits exist at the same time."""
     compile: bool = False
     """Whether decoder layers run compiled."""
+    whole_width: bool = False
+    """Whether what comes out is always as wide as the longest response may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def make_layout(rows: Rows, lengths: Rows, packing: Packing, device: torch.devic
     """
     prompts, responses = packing.prompt_lengths[rows], lengths[rows]  # [b]
     total, fed_responses = len(packing.prompt_lengths), np.maximum(responses - 1, 0)
-    width = max(int(responses.max()), 1)
+    width = packing.response_width if packing.whole_width else max(int(responses.max()), 1)
     first_prompt = rows * packing.prompt_width + packing.prompt_width - prompts  # padded on the left
     first_response = total * packing.prompt_width + rows * packing.response_width
     counts = np.stack([prompts, fed_responses], axis=1).ravel()  # [2 b]

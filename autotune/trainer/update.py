@@ -32,6 +32,7 @@ from autotune.trainer.forward import (
     log_probs_and_entropy,
     response_log_probs,
 )
+from autotune.trainer.graphs import Graphs
 from autotune.trainer.losses import Counts, LossKnobs, policy_loss
 from autotune.trainer.meters import Meters
 from autotune.trainer.order import mini_batches
@@ -202,9 +203,19 @@ def first_epoch(plan: Sequence[MiniBatch], epochs: int) -> list[MicroBatch]:
 
 
 def micro_log_probs(
-    model: nn.Module, batch: TokenBatch, micro: MicroBatch, temperature: float, with_entropy: bool
+    model: nn.Module,
+    batch: TokenBatch,
+    micro: MicroBatch,
+    temperature: float,
+    with_entropy: bool,
+    graphs: Graphs | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of a micro batch's response tokens and, if asked for, their entropies, [b, width]."""
+    """Log-probs of a micro batch's response tokens and, if asked for, their entropies, [b, width].
+
+    With `graphs` there is no gradient, and what comes out lasts until the next pass.
+    """
+    if micro.layout is not None and graphs is not None:
+        return graphs.score(model, batch, micro, temperature, with_entropy)
     if micro.layout is not None:
         return packed_log_probs(model, batch, micro.layout, temperature, with_entropy)
     rows = batch.rows(micro.index, micro.width)
@@ -221,6 +232,7 @@ def score_samples(
     temperature: float,
     ranks: Ranks,
     with_entropy: bool = False,
+    graphs: Graphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and, if asked for, entropies of all samples in eval mode, both [N, R].
 
@@ -231,7 +243,9 @@ def score_samples(
     log_probs = torch.zeros(shape, device=device)  # [N, R]
     entropy = torch.zeros(shape if with_entropy else (0, 0), device=device)  # [N, R]
     for micro in micro_batches:
-        scored, spread = micro_log_probs(model, batch, micro, temperature, with_entropy)  # [b, width]
+        scored, spread = micro_log_probs(
+            model, batch, micro, temperature, with_entropy, graphs
+        )  # [b, width]
         log_probs[micro.index, : micro.width] = scored
         if spread is not None:
             entropy[micro.index, : micro.width] = spread
@@ -248,12 +262,14 @@ class Updater:
         knobs: LossKnobs,
         temperature: float,
         critic: Critic | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self._engine = engine
         self._experience = experience
         self._knobs = knobs
         self._temperature = temperature
         self._critic = critic
+        self._graphs = graphs
 
     def run(self, plan: Sequence[MiniBatch], meters: Meters) -> Iterator[bool]:
         """One update after the other; yields whether each of them moved the weights."""
@@ -275,8 +291,12 @@ class Updater:
         for micro in mini.left_out:
             meters.add_left_out(number, self._experience.batch.response_mask[micro.index])
         for position, micro in enumerate(mini.micro):
-            loss = self._loss(number, mini, micro, meters)
-            self._engine.backward(loss, last=position == len(mini.micro) - 1)
+            last = position == len(mini.micro) - 1
+            if self._graphs is not None and micro.layout is not None:
+                self._replay(self._graphs, number, mini, micro, meters)
+                self._engine.added(last=last)
+            else:
+                self._engine.backward(self._loss(number, mini, micro, meters), last=last)
         result = self._engine.step()
         meters.add_step(number, result.grad_norm, self._engine.world_size)
         return result.stepped
@@ -299,6 +319,22 @@ class Updater:
             meters.add_value_loss(number, loss)
             critic.engine.backward(loss, last=position == len(mini.micro) - 1)
         critic.engine.step()
+
+    def _replay(
+        self, graphs: Graphs, number: int, mini: MiniBatch, micro: MicroBatch, meters: Meters
+    ) -> None:
+        """Forward, loss and backward pass in one."""
+        data, index, width = self._experience, micro.index, micro.width
+        counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
+        log_probs, loss = graphs.train(
+            self._engine.module, data, micro, counts, self._knobs, self._temperature
+        )  # [b, R]
+        old = data.old_log_probs[index, :width]  # [b, R]
+        ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
+        advantages, mask = data.advantages[index], data.batch.response_mask[index, :width]  # [b], [b, R]
+        if advantages.dim() == 2:
+            advantages = advantages[:, :width]
+        meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
 
     @torch.no_grad()
     def _look(self, number: int, mini: MiniBatch, meters: Meters) -> None:
@@ -337,11 +373,13 @@ def measure_drift(
     parts: Sequence[MicroBatch],
     temperature: float,
     meters: Meters,
+    graphs: Graphs | None = None,
 ) -> None:
     """Forward this rank's part of the fixed subset once more, after the last update."""
     model.eval()
     for part in parts:
-        log_probs, _ = micro_log_probs(model, experience.batch, part, temperature, False)  # [b, R]
+        batch = experience.batch
+        log_probs, _ = micro_log_probs(model, batch, part, temperature, False, graphs)  # [b, R]
         old = experience.old_log_probs[part.index, : part.width]  # [b, R]
         mask = experience.batch.response_mask[part.index, : part.width]  # [b, R]
         meters.add_after_updates(log_probs, old, mask)

@@ -50,7 +50,10 @@ def recipe(options: argparse.Namespace, work: Work, folder: str) -> Any:
             "adam_betas": (0.9, 0.999),
             "max_prompt_length": work.prompt_limit,
             "max_response_length": work.longest,
-            "packing": {"enabled": "on", "tokens": 32768, "leave_out_quiet": "on", "compile": True},
+            "packing": {
+                **{"enabled": "on", "tokens": 32768, "leave_out_quiet": "on", "compile": True},
+                "graphs": True,
+            },
         },
     }
     for setting in options.set:

@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,8 +56,13 @@ def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
     return Arm(f"{base.name}, {name}", base.module, (*base.options, *more))
 
 
+PLAIN = without("no graphs", "trainer.packing.graphs=false")
 ABLATIONS = (
-    without("padded", *(f"trainer.packing.{s}" for s in ("enabled=off", "tokens=null", "compile=false"))),
+    without(
+        "padded",
+        *(f"trainer.packing.{s}" for s in ("enabled=off", "tokens=null", "compile=false", "graphs=false")),
+    ),
+    PLAIN,
     without("quiet groups trained", "trainer.packing.leave_out_quiet=off"),
     without("micro batches of 16", "trainer.packing.tokens=null", "trainer.micro_batch_size=16"),
     without("ZeRO 1", "deepspeed.zero_stage=1"),
@@ -81,20 +86,25 @@ class Group:
     """Start all at the same time; engines that profile free memory must not."""
 
 
+def each_once(ablations: Sequence[Arm]) -> tuple[int, ...]:
+    """The whole at both ends, and everything that lacks something in between."""
+    return (*range(len(ablations) + 1), 0)
+
+
 def groups(tiny: bool) -> tuple[Group, ...]:
     """In the order of their worth, should time run out."""
     if tiny:
         return (
             Group("training", "tiny", (TRL_FED, OURS_FED), (0, 1, 1, 0), 2, 1),
-            Group("techniques", "tiny", (OURS_FED, *ABLATIONS), (0, 1, 2, 3, 4, 5, 6, 0), 1, 1),
+            Group("techniques", "tiny", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 1, 1),
             Group("end to end", "tiny", (OURS_HF,), (0,), 1, 1),
         )
     three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
     end = {"at_once": False}
     return (
-        Group("training", "135m", (TRL_FED, OURS_FED), abba, 6),
+        Group("training", "135m", (TRL_FED, OURS_FED, PLAIN), three, 6),
         Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
-        Group("techniques", "135m", (OURS_FED, *ABLATIONS), (0, 1, 2, 3, 4, 5, 6, 0), 6, 2),
+        Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
         Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4, 2),
         Group("end to end", "0.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -36,6 +37,7 @@ from experiments.throughput import arm_ours
 from experiments.throughput.work import Work, make_model
 
 pytestmark = pytest.mark.gpu
+logging.getLogger("torch.__trace").propagate = False  # the compiler's own diary, megabytes of it
 
 SHAPE, WORK = "135m", Work()
 WARM = 3
@@ -102,6 +104,31 @@ def test_meters_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.per_update["grad_norm"] == pytest.approx([float(new.norm())] * 2, rel=1e-5)
 
 
+# -- recorded passes -------------------------------------------------------------------------------
+
+
+def test_graphs_train_as_plain_passes_do(model_folder: Path, tmp_path: Path) -> None:
+    """Four rollouts of the same responses: the first pass of a shape is plain, later ones are replayed."""
+    found = {}
+    for name, on in (("plain", "false"), ("graphs", "true")):
+        settings = (f"trainer.packing.graphs={on}", "trainer.packing.compile=false")
+        trainer, records = make_trainer(model_folder, tmp_path / name, "fed", *settings), []  # type: ignore[var-annotated]
+        with closing(trainer):
+            for _ in range(4):
+                trainer.parts.prompts._number = 0  # type: ignore[attr-defined]
+                trainer._one_rollout(records.append)
+            if trainer._graphs is not None:
+                assert trainer._graphs.failure == ""
+                graphs = [made.graph for made in trainer._graphs._passes.values()]
+                assert any(graphs), "nothing was recorded"
+        found[name] = records
+    print("\nseconds", {name: [round(r.times["total"], 3) for r in rows] for name, rows in found.items()})
+    for plain, recorded in zip(found["plain"], found["graphs"], strict=True):
+        assert recorded.per_update["loss"] == pytest.approx(plain.per_update["loss"], rel=2e-2, abs=2e-4)
+        assert recorded.per_update["grad_norm"] == pytest.approx(plain.per_update["grad_norm"], rel=3e-2)
+        assert recorded.scalars["entropy"] == pytest.approx(plain.scalars["entropy"], rel=1e-3)
+
+
 # -- what a rollout costs with and without ---------------------------------------------------------
 
 
@@ -152,8 +179,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(SHAPE, tmp_path_factory.mktemp("models"), None)
 
 
-def make_trainer(model: Path, folder: Path, engine: str) -> Trainer:
-    options = argparse.Namespace(model=str(model), shape=SHAPE, engine=engine, set=[], profile=None)
+def make_trainer(model: Path, folder: Path, engine: str, *settings: str) -> Trainer:
+    options = argparse.Namespace(
+        model=str(model), shape=SHAPE, engine=engine, set=list(settings), profile=None
+    )
     trainer: Trainer = arm_ours.make_trainer(options, WORK, folder)
     trainer.evaluate = dict  # type: ignore[method-assign]
     trainer._save = lambda: None  # type: ignore[method-assign]
