@@ -24,9 +24,9 @@ from typing import Any
 from autotune.journal import read_journal, winning_lines
 from autotune.story import Row as StoryRow
 from autotune.story import Story, What, acts_of
+from experiments.rescue.start import ROOT, Ended, start
 from experiments.rescue.suite import Job
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST = 1 / 6
 """Share of a run's tokens, at its end, whose mean reward is the score: 10 of 60 rollouts."""
 
@@ -171,29 +171,12 @@ def overrides(fields: dict[str, Any]) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    exit_code: int
-    seconds: float
-    core_seconds: float
-
-
-def launch(fields: dict[str, Any], folder: Path, log: Path) -> Ended:
+def launch(fields: dict[str, Any], folder: Path, log: Path, fresh: bool | None = None) -> Ended:
     """`autotune run` of an empty recipe and these fields, with one thread."""
     log.parent.mkdir(parents=True, exist_ok=True)
     recipe = log.with_suffix(".yaml")
     recipe.write_text("name: rescue\n", "utf-8")
-    words = [sys.executable, "-m", "autotune", "run", str(recipe), *overrides(fields), f"run_dir={folder}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": pythonpath()}
-    began = time.monotonic()
-    with log.open("a", encoding="utf-8") as stream:
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)  # or Popen would wait for it once more
-    cores = usage.ru_utime + usage.ru_stime
-    return Ended(process.returncode, round(time.monotonic() - began, 1), round(cores, 1))
+    return start(["run", str(recipe), *overrides(fields), f"run_dir={folder}"], log, fresh)
 
 
 def setting(word: str) -> tuple[str, Any]:
@@ -203,10 +186,6 @@ def setting(word: str) -> tuple[str, Any]:
         return name, json.loads(text)
     except json.JSONDecodeError:
         return name, text
-
-
-def pythonpath() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 def run_job(job: Job, out: Path, extra: Sequence[str] = (), keep: bool = False) -> Row:
