@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,6 +134,20 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path) -> Any:
     return trainer
 
 
+def _import_all(engine: str) -> None:
+    """What takes its time before anything touches the device."""
+    import autotune.trainer.loop  # noqa: F401
+    from autotune.trainer.group import import_deepspeed
+
+    import_deepspeed()
+    if engine == "vllm":
+        from autotune.trainer.rollout.vllm_engine import _SETTINGS
+
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        import vllm  # noqa: F401
+
+
 def facts(record: Any, work: Work) -> dict[str, Any]:
     scalars = record.scalars
     mean = scalars["response_length_mean"] + scalars["prompt_length_mean"]
@@ -167,6 +182,8 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, turns: Turns, work: Work, folder: Path) -> None:
+    _import_all(options.engine)
+    turns.may_build()
     trainer = make_trainer(options, work, folder)
     trainer.evaluate = dict  # type: ignore[method-assign]  # nothing but rollouts is measured
     trainer._save = lambda: None  # nor a checkpoint before the first

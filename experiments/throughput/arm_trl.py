@@ -152,6 +152,15 @@ def callback(turns: Turns, work: Work, counts: Counts) -> Any:
     return Boundary()
 
 
+def _import_all(with_vllm: bool) -> None:
+    """What takes its time before anything touches the device."""
+    import datasets  # noqa: F401
+    import trl.trainer.grpo_trainer  # noqa: F401
+
+    if with_vllm:
+        import vllm  # noqa: F401
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
@@ -163,6 +172,8 @@ def main() -> None:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     turns, work, counts = Turns(), Work(**json.loads(options.work)), Counts()
     try:
+        _import_all(with_vllm=not options.fed)
+        turns.may_build()
         with tempfile.TemporaryDirectory() as out:
             trainer = make_trainer(options, work, counts, str(Path(out)))
             trainer.add_callback(callback(turns, work, counts))

@@ -5,8 +5,9 @@
 
 A group is what is compared with each other; its trainers are started once and take turns, A B B A
 (`turns.py`). Before a turn's rollouts count, one more runs unmeasured. A JSON line is appended as each
-turn ends; a group whose lines are all there is not measured again, so the script may be stopped
-and started. Nothing is measured unless the parity gate has passed on this machine.
+turn ends, or when an arm fails, which stops no other; a group whose lines are all there is not measured
+again, so the script may be stopped and started. Nothing is measured unless the parity gate has passed
+on this machine.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.throughput.turns import Worker
+from experiments.throughput.turns import Worker, WorkerFailed
 from experiments.throughput.work import Work, make_model
 
 HERE = Path(__file__).resolve().parent
@@ -94,10 +96,15 @@ def each_once(ablations: Sequence[Arm]) -> tuple[int, ...]:
 def groups(tiny: bool) -> tuple[Group, ...]:
     """In the order of their worth, should time run out."""
     if tiny:
+        # Attention on a CPU is a loop over sequences: compiling it takes minutes and shows nothing.
+        ours, hf, *lacking = (
+            replace(arm, options=(*arm.options, "--set", "trainer.packing.compile=false"))
+            for arm in (OURS_FED, OURS_HF, *ABLATIONS)
+        )
         return (
-            Group("training", "tiny", (TRL_FED, OURS_FED), (0, 1, 1, 0), 2, 1),
-            Group("techniques", "tiny", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 1, 1),
-            Group("end to end", "tiny", (OURS_HF,), (0,), 1, 1),
+            Group("training", "tiny", (TRL_FED, ours), (0, 1, 1, 0), 2, 1),
+            Group("techniques", "tiny", (ours, *lacking), each_once(lacking), 1, 1),
+            Group("end to end", "tiny", (hf,), (0,), 1, 1),
         )
     three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
     end = {"at_once": False}
@@ -119,12 +126,16 @@ class Conductor:
         self.results, self.folder = Path(options.results), Path(options.scratch)
         self.work = Work(**json.loads(options.work))
         self.gguf, self.deadline = options.gguf, time.monotonic() + options.seconds
+        self.retry = bool(options.retry)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results.parent.mkdir(parents=True, exist_ok=True)
 
     def done(self, group: Group) -> bool:
-        turns = {row.get("turn") for row in read(self.results) if _key(row) == (group.name, group.shape)}
-        return turns >= set(range(len(group.order)))
+        """Every turn is there, or its arm is known to fail."""
+        rows = [row for row in read(self.results) if _key(row) == (group.name, group.shape)]
+        failed = set() if self.retry else {row["arm"] for row in rows if "failed" in row and "arm" in row}
+        left = {turn for turn, place in enumerate(group.order) if group.arms[place].name not in failed}
+        return {row["turn"] for row in rows if "turn" in row} >= left
 
     def append(self, row: dict[str, Any]) -> None:
         with self.results.open("a") as sink:
@@ -154,12 +165,19 @@ class Conductor:
             raise SystemExit(f"the parity gate failed, so nothing was measured: {json.dumps(answer)}")
 
     def run(self, group: Group) -> None:
+        """All turns; an arm that fails is written down and left out from then on."""
         make_model(group.shape, self.folder, self.gguf if group.shape == "135m" else None)
+        warmed: set[int] = set()
         with self.workers(group) as workers:
-            warmed: set[int] = set()
             for turn, place in enumerate(group.order):
+                if place not in workers:
+                    continue
                 extra = 1 if place in warmed else group.warm_up
-                answer = workers[place].go(extra + group.rollouts)
+                try:
+                    answer = workers[place].go(extra + group.rollouts)
+                except WorkerFailed as failure:
+                    self.drop(group, workers, place, failure)
+                    continue
                 warmed.add(place)
                 first, rows = answer["rows"][:extra], answer["rows"][extra:]
                 warm = [row["seconds"] for row in first]
@@ -169,19 +187,34 @@ class Conductor:
                 })  # fmt: skip
                 print(f"{group.name} {group.shape} {group.arms[place].name}:", _short(rows), flush=True)
 
+    def drop(self, group: Group, workers: dict[int, Worker], place: int, failure: Exception) -> None:
+        """Write down that an arm failed, and go on without it."""
+        name = group.arms[place].name
+        workers.pop(place).end(0.0)
+        self.append({
+            **{"group": group.name, "shape": group.shape, "arm": name, "failed": str(failure)[:4000]},
+        })  # fmt: skip
+        print(f"{group.name} {group.shape} {name} FAILED: {str(failure)[:2000]}", flush=True)
+
     @contextmanager
-    def workers(self, group: Group) -> Iterator[list[Worker]]:
-        with ExitStack() as stack:
-            workers = []
-            for arm in group.arms:
-                workers.append(worker := self.worker(arm, group))
-                stack.callback(worker.end)
-                if not group.at_once:
-                    print(f"{arm.name} stands after {worker.ready():.0f} s", flush=True)
+    def workers(self, group: Group) -> Iterator[dict[int, Worker]]:
+        """The arms that stand, by their place; all import at the same time."""
+        workers = {place: self.worker(arm, group) for place, arm in enumerate(group.arms)}
+        try:
             if group.at_once:
-                for worker in workers:
+                for worker in workers.values():
+                    worker.build()
+            for place, worker in list(workers.items()):
+                if not group.at_once:
+                    worker.build()
+                try:
                     print(f"{worker.name} stands after {worker.ready():.0f} s", flush=True)
+                except WorkerFailed as failure:
+                    self.drop(group, workers, place, failure)
             yield workers
+        finally:
+            for worker in workers.values():
+                worker.end(3.0)
 
 
 def _short(rows: list[dict[str, Any]]) -> str:
@@ -226,6 +259,7 @@ def main() -> None:
     parser.add_argument("--work", default="{}", help="sizes of a rollout as JSON, see work.Work")
     parser.add_argument("--only", action="append", help="group/shape, such as training/135m")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further group after this")
+    parser.add_argument("--retry", action="store_true", help="groups again in which an arm failed")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -238,6 +272,7 @@ def main() -> None:
 
 
 def conduct(options: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # workers are ended on the way out
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     conductor = Conductor(options)
     wanted = [g for g in groups(options.tiny) if not options.only or f"{g.name}/{g.shape}" in options.only]
@@ -248,11 +283,7 @@ def conduct(options: argparse.Namespace) -> None:
         if time.monotonic() > conductor.deadline:
             print(f"no time left for {group.name} {group.shape}; start again to go on", flush=True)
             return
-        try:
-            conductor.run(group)
-        except RuntimeError as error:
-            conductor.append({"group": group.name, "shape": group.shape, "failed": str(error)[:4000]})
-            print(f"{group.name} {group.shape} FAILED: {error}", flush=True)
+        conductor.run(group)
 
 
 if __name__ == "__main__":

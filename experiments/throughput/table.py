@@ -54,7 +54,9 @@ def render(results: list[Row], work: Work | None = None) -> str:
     for (group, shape), arms in collect(results).items():
         blocks.append(_group(group, shape, arms, work, rng))
     blocks += [
-        f"{r['group']} {r['shape']} failed: {r['failed'].splitlines()[0]}" for r in results if "failed" in r
+        f"{row['group']} {row['shape']} {row.get('arm', '')} failed: {row['failed'].splitlines()[0]}"
+        for row in results
+        if "failed" in row
     ]
     return "\n\n".join(blocks)
 
