@@ -221,6 +221,29 @@ def _kl(recipe: Recipe) -> Found:
         )
 
 
+def _sampler_log_probs(recipe: Recipe) -> Found:
+    rollout = recipe.rollout
+    if rollout.log_probs == "all":
+        return
+    if rollout.engine == "hf":
+        yield (
+            ("rollout", "log_probs"),
+            "received some with engine: hf, whose log-probs cost nothing and all come; remove the line",
+        )
+    if rollout.old_log_probs == "sampler":
+        yield (
+            ("rollout", "old_log_probs"),
+            "received sampler with log_probs: some, so most responses have none; set recompute, or"
+            " log_probs: all",
+        )
+    if rollout.importance_cap not in ("auto", None):
+        yield (
+            ("rollout", "importance_cap"),
+            f"received {rollout.importance_cap} with log_probs: some, so most tokens could not be weighted;"
+            " set null, or log_probs: all",
+        )
+
+
 def _packing(recipe: Recipe) -> Found:
     packing, t = recipe.trainer.packing, recipe.trainer
     if packing.enabled == "off" and packing.tokens is not None:
@@ -376,6 +399,7 @@ CHECKS: tuple[Callable[[Recipe], Found], ...] = (
     _critic,
     _kl,
     _packing,
+    _sampler_log_probs,
     _run_dir,
     _pins,
     _schedule,

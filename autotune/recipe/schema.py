@@ -391,6 +391,10 @@ class RolloutSection(Section):
     """vllm on GPUs: what it gives back while training. 0 nothing; 1 its cache, weights wait in host memory;
     2 both, weights come anew with the next rollout."""
     server: ServerSection = ServerSection()
+    log_probs: Literal["all", "some"] = "all"
+    """vllm: which responses' log-probs the sampler tells. They cost it a third of its speed where a model is
+    small; `some`, those of every eighth prompt, are enough to measure `kl_mismatch`. No token is
+    weighted for it then, so `importance_cap` is auto or null, and `old_log_probs` are recomputed."""
     old_log_probs: Literal["recompute", "sampler"] = "recompute"
     """What ratios are against: a forward pass of the trainer, or the sampler's own log-probs while
     the two agree within `mismatch_bound`, which spares that pass."""
@@ -408,7 +412,7 @@ class RolloutSection(Section):
     def cap(self) -> float | None:
         """The importance weights' cap in force."""
         if self.importance_cap == "auto":
-            return None if self.engine == "hf" else 2.0
+            return None if self.engine == "hf" or self.log_probs == "some" else 2.0
         return self.importance_cap
 
 

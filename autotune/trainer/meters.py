@@ -36,7 +36,10 @@ UPDATE_SUMS = (
 )
 """`ratios` is how many there were: one per token, or one per response; `left_out` how many there would
 have been in samples without signal. Those are never clipped, so the clip share counts them."""
-ROLLOUT_SUMS = ("tokens", "entropy", "kl_ref", "kl_mismatch", "last_tokens", "kl_step_last")
+ROLLOUT_SUMS = (
+    *("tokens", "entropy", "kl_ref", "kl_mismatch", "last_tokens", "kl_step_last"),
+    "mismatch_tokens",
+)
 _BINS = RATIO_BINS + 2
 
 
@@ -120,8 +123,10 @@ class Meters:
             self._add(self._rollout, ROLLOUT_SUMS, "kl_ref", _masked_sum(kl, mask))
         if sampler_log_probs is not None:
             self._mismatch_known = True
+            told = mask & ~sampler_log_probs.isnan()  # [B, R]
             mismatch = _k3(old_log_probs - sampler_log_probs)  # [B, R]
-            self._add(self._rollout, ROLLOUT_SUMS, "kl_mismatch", _masked_sum(mismatch, mask))
+            self._add(self._rollout, ROLLOUT_SUMS, "mismatch_tokens", told.sum())
+            self._add(self._rollout, ROLLOUT_SUMS, "kl_mismatch", _masked_sum(mismatch, told))
 
     @torch.no_grad()
     def add_micro_batch(
@@ -250,7 +255,7 @@ class Meters:
         if self._has_reference:
             scalars["kl_ref"] = _ratio(sums["kl_ref"], sums["tokens"])
         if self._mismatch_known:
-            scalars["kl_mismatch"] = _ratio(sums["kl_mismatch"], sums["tokens"])
+            scalars["kl_mismatch"] = _ratio(sums["kl_mismatch"], sums["mismatch_tokens"])
         return scalars
 
 

@@ -16,7 +16,11 @@ from experiments.throughput.turns import Turns, TurnsOver
 from experiments.throughput.work import SHAPES, Fed, Work, fed_rollout
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "vllm": {"engine": "vllm", "gpu_memory_utilization": 0.3, "request_seeds": False},
+    "vllm": {
+        **{"engine": "vllm", "request_seeds": False, "log_probs": "some"},
+        # Room for 256 sequences of 320 tokens; without it the engine would take a share of the device.
+        **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 8 << 30},
+    },
     "hf": {"engine": "hf"},
 }
 

@@ -47,8 +47,9 @@ class Arm:
 TRL_VLLM = Arm("TRL + vLLM", "arm_trl")
 TRL_FED = Arm("TRL, fed", "arm_trl", ("--fed",))
 OURS_FED = Arm("ours, fed", "arm_ours", ("--engine", "fed"))
-SPARE = ("--set", "rollout.old_log_probs=sampler")
-OURS_VLLM = Arm("ours + vLLM", "arm_ours", ("--engine", "vllm", *SPARE))
+SPARE = ("--set", "rollout.old_log_probs=sampler", "--set", "rollout.log_probs=all")
+OURS_VLLM = Arm("ours + vLLM", "arm_ours", ("--engine", "vllm"))
+OURS_SPARE = Arm("ours + vLLM, its log-probs", "arm_ours", ("--engine", "vllm", *SPARE))
 OURS_HF = Arm("ours + hf", "arm_ours", ("--engine", "hf"))
 
 
@@ -112,6 +113,7 @@ def groups(tiny: bool) -> tuple[Group, ...]:
         Group("training", "135m", (TRL_FED, OURS_FED, PLAIN), three, 6),
         Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
+        Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
         Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4, 2),
         Group("end to end", "0.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
@@ -257,7 +259,7 @@ def main() -> None:
     parser.add_argument("--results", default=str(HERE / "results" / "h200.jsonl"))
     parser.add_argument("--scratch", default="runs/throughput")
     parser.add_argument("--work", default="{}", help="sizes of a rollout as JSON, see work.Work")
-    parser.add_argument("--only", action="append", help="group/shape, such as training/135m")
+    parser.add_argument("--only", action="append", help="group/shape; gate/135m is the gate alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further group after this")
     parser.add_argument("--retry", action="store_true", help="groups again in which an arm failed")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
@@ -277,8 +279,9 @@ def conduct(options: argparse.Namespace) -> None:
     conductor = Conductor(options)
     wanted = [g for g in groups(options.tiny) if not options.only or f"{g.name}/{g.shape}" in options.only]
     left = [group for group in wanted if not conductor.done(group)]
-    if left and not any(row.get("passed") for row in read(conductor.results)):
-        conductor.gate(left[0].shape)
+    alone = [name.partition("/")[2] for name in options.only or () if name.startswith("gate/")]
+    if (left or alone) and not any(row.get("passed") for row in read(conductor.results)):
+        conductor.gate([*alone, *(group.shape for group in left)][0])
     for group in left:
         if time.monotonic() > conductor.deadline:
             print(f"no time left for {group.name} {group.shape}; start again to go on", flush=True)

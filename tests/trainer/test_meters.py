@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,15 @@ def test_without_reference_or_tokens() -> None:
     assert np.isnan(got.scalars["kl_step"])
 
 
+def test_mismatch_is_over_the_tokens_whose_log_probs_the_sampler_told() -> None:
+    old, mask = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[True, True], [True, False]])
+    told = torch.tensor([[-1.1, -2.2], [math.nan, math.nan]])
+    meters = Meters(1, LOW, HIGH, False, CPU)
+    meters.add_sampled(old, -old, None, told, mask)
+    wanted = (math.expm1(0.1) - 0.1 + math.expm1(0.2) - 0.2) / 2
+    assert meters.finish(Ranks()).scalars["kl_mismatch"] == pytest.approx(wanted, rel=1e-5)
+
+
 def test_bins() -> None:
     ratios = torch.tensor([0.0, 0.1, 0.125001, 1.0, 0.99999, 7.9999, 8.001, torch.inf, torch.nan])
     assert ratio_bins(ratios.log()).tolist() == [0, 0, 1, 33, 32, 64, 65, 65, 65]
@@ -184,7 +194,7 @@ def test_one_copy_to_the_host_per_rollout(
     assert meters._sent is not None
     meters._sent = meters._sent.as_subclass(OnHost)
     meters.finish(Ranks())
-    assert copied == [(U * 12 + 2 * (RATIO_BINS + 2) + 6,)]
+    assert copied == [(U * 12 + 2 * (RATIO_BINS + 2) + 7,)]
 
 
 class OnHost(torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import torch
 from autotune.trainer.losses import Counts, LossKnobs, policy_loss
 from autotune.trainer.mismatch import OldLogProbs, Trust, importance_weights, mean_mismatch, old_log_probs
 from autotune.trainer.ranks import Rows
+from autotune.trainer.rollout.base import Draw, pad_prompts
+from autotune.trainer.rollout.vllm import group_requests
+from autotune.trainer.rollout.vllm_engine import _collected
 
 SHAPE = (12, 5)
 SUBSET = np.arange(0, 12, 3)
@@ -98,3 +102,27 @@ def test_weights_scale_the_objective_and_leave_the_kl_alone() -> None:
     plain = loss(advantages, None)
     assert loss(advantages, torch.full(SHAPE, 1.5)) == pytest.approx(kl_alone + 1.5 * (plain - kl_alone))
     assert loss(advantages, torch.ones(SHAPE)) == plain
+
+
+# -- vLLM that tells the log-probs of some -----------------------------------------------------------
+
+
+def test_every_so_many_th_prompt_of_a_rollout_is_asked_for_log_probs() -> None:
+    prompts = pad_prompts([[5, 6], [7], [8, 9, 10]], 8, 0)
+    of, sample = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 1, 0, 1, 0, 1])
+    draw = Draw(seed=1, rollout=2, temperature=1.0, max_response_length=4, first_prompt=1)
+    asked = [r.log_probs for r in group_requests(prompts, of, sample, draw, False, log_probs_of=3)]
+    assert asked == [False, False, True]  # prompts 1, 2 and 3 of the rollout
+    assert all(r.log_probs for r in group_requests(prompts, of, sample, draw, False))
+
+
+def test_log_probs_that_were_not_told_are_nan() -> None:
+    told = SimpleNamespace(token_ids=[3, 4], logprobs=[{3: _log_prob(-1.0)}, {4: _log_prob(-2.0)}])
+    silent = SimpleNamespace(token_ids=[5], logprobs=None)
+    log_probs = _collected([told, silent], with_log_probs=True).log_probs
+    assert log_probs is not None
+    torch.testing.assert_close(log_probs, torch.tensor([[-1.0, -2.0], [math.nan, 0.0]]), equal_nan=True)
+
+
+def _log_prob(value: float) -> SimpleNamespace:
+    return SimpleNamespace(logprob=value)

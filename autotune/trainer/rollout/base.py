@@ -71,7 +71,8 @@ class Responses:
     truncated: Tensor
     """True where no end token came within `max_response_length`, bool [B]."""
     log_probs: Tensor | None
-    """The sampler's own log-probs at its temperature, float32 [B, R]; None when greedy."""
+    """The sampler's own log-probs at its temperature, float32 [B, R], NaN where it told none; None when
+    greedy."""
     gaps: Tensor | None = None
     """Distance of the two best perturbed scores, float32 [B, R]; only when it was asked for."""
 

@@ -14,7 +14,7 @@ from autotune.trainer.ranks import Ranks
 from autotune.trainer.rollout.base import Sampler
 from autotune.trainer.rollout.client import ServerEngine
 from autotune.trainer.rollout.hf import HfSampler
-from autotune.trainer.rollout.vllm import Generator, VllmSampler
+from autotune.trainer.rollout.vllm import SOME, Generator, VllmSampler
 from autotune.trainer.rollout.vllm_engine import EngineOptions, VllmEngine
 
 
@@ -41,7 +41,8 @@ def build_sampler(
         engine = ServerEngine(options, rollout.server, ranks.rank)
     else:
         engine = VllmEngine(options)
-    return VllmSampler(engine, model, end_ids, pad_id, rollout.request_seeds)
+    log_probs_of = SOME if rollout.log_probs == "some" else 1
+    return VllmSampler(engine, model, end_ids, pad_id, rollout.request_seeds, log_probs_of)
 
 
 def engine_options(recipe: Recipe, model: PreTrainedModel, ranks: Ranks) -> EngineOptions:

@@ -26,6 +26,9 @@ from autotune.trainer.rollout.noise import sample_keys
 from autotune.trainer.rollout.vllm_engine import Generated, Request, Sampling, Weights
 from autotune.trainer.rollout.weights import serving_weights
 
+SOME = 8
+"""Where only some log-probs are asked for: those of every so many-th prompt of a rollout."""
+
 SEED_BITS = 48
 """Leaves room for the sample's index within 63 bits."""
 
@@ -51,6 +54,7 @@ class VllmSampler:
         end_ids: Sequence[int],
         pad_id: int,
         request_seeds: bool = True,
+        log_probs_of: int = 1,
     ) -> None:
         """Wrap an engine.
 
@@ -60,12 +64,14 @@ class VllmSampler:
             end_ids: tokens that end a response.
             pad_id: fills rows after their end token.
             request_seeds: a seed per response; without, the engine's one stream is used.
+            log_probs_of: every so many-th prompt's responses come with log-probs, the others' are NaN.
         """
         self._engine = engine
         self._model = model
         self._end_ids = tuple(end_ids)
         self._pad_id = pad_id
         self._seeds = request_seeds
+        self._log_probs_of = log_probs_of
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -77,7 +83,7 @@ class VllmSampler:
 
     def sample(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Responses:
         """Draw one response per row; see `Sampler.sample`."""
-        requests = group_requests(prompts, prompt_of, sample_of, draw, self._seeds)
+        requests = group_requests(prompts, prompt_of, sample_of, draw, self._seeds, self._log_probs_of)
         temperature = 0.0 if draw.greedy else draw.temperature
         sampling = Sampling(temperature, draw.max_response_length, self._end_ids)
         return self._responses(self._engine.generate(requests, sampling), draw.max_response_length)
@@ -103,7 +109,7 @@ class VllmSampler:
 
 
 def group_requests(
-    prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw, seeded: bool
+    prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw, seeded: bool, log_probs_of: int = 1
 ) -> list[Request]:
     """One request for each run of rows that are consecutive samples of one prompt.
 
@@ -118,7 +124,12 @@ def group_requests(
     seeds = prompt_seeds(draw, prompt_of[starts]) + sample_of[starts]  # [Q]
     rows = zip(prompt_of[starts].tolist(), counts.tolist(), seeds.tolist(), strict=True)
     return [
-        Request(prompts.ids[prompt][prompts.mask[prompt]].tolist(), count, seed if seeded else None)
+        Request(
+            prompts.ids[prompt][prompts.mask[prompt]].tolist(),
+            count,
+            seed if seeded else None,
+            (prompt + draw.first_prompt) % log_probs_of == 0,
+        )
         for prompt, count, seed in rows
     ]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Request:
     count: int
     seed: int | None
     """Of the first response; the i-th one uses seed + i. None draws from the engine's one stream."""
+    log_probs: bool = True
+    """Whether the log-probs of its responses are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Generated:
     lengths: Tensor
     """int64 [B], the end token included."""
     log_probs: Tensor | None
-    """float32 [B, r]; None when greedy."""
+    """float32 [B, r], NaN where they were not asked for; None when greedy."""
 
 
 class VllmEngine:
@@ -321,7 +324,8 @@ def _parameters(request: Request, sampling: Sampling) -> Any:
         seed=request.seed,
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
-        logprobs=0 if sampling.temperature > 0 else None,  # 0: the sampled token's alone
+        # 0: the sampled token's alone
+        logprobs=0 if sampling.temperature > 0 and request.log_probs else None,
         flat_logprobs=True,
         stop_token_ids=list(sampling.end_ids),
         ignore_eos=True,  # the end tokens are ours to name
@@ -344,9 +348,12 @@ def _collected(completions: Sequence[Any], with_log_probs: bool) -> Generated:
     return Generated(torch.from_numpy(ids), lengths, known)
 
 
-def _chosen(completion: Any) -> list[float]:
-    """Log-probs of the sampled tokens; the flat form lists the sampled one first at each position."""
+def _chosen(completion: Any) -> list[float] | float:
+    """Log-probs of the sampled tokens, or NaN for all of them; the flat form lists the sampled one first at
+    each position."""
     flat = completion.logprobs
+    if flat is None:
+        return math.nan
     if hasattr(flat, "start_indices"):
         return [flat.logprobs[start] for start in flat.start_indices]
     return [place[token].logprob for place, token in zip(flat, completion.token_ids, strict=True)]
