@@ -151,6 +151,20 @@ def test_log_probs_are_those_of_the_sampled_distribution(trainer: Trainer, promp
     assert distance(responses.log_probs, wrong, responses.mask) > APART  # the temperature is in them
 
 
+def test_some_log_probs_are_those_that_all_would_be(trainer: Trainer, prompts: Prompts) -> None:
+    every, sampler = drawn(trainer, prompts), trainer.parts.sampler
+    sampler._log_probs_of = 2  # type: ignore[attr-defined]
+    try:
+        some = drawn(trainer, prompts)
+    finally:
+        sampler._log_probs_of = 1  # type: ignore[attr-defined]
+    assert every.log_probs is not None and some.log_probs is not None
+    asked = places(prompts)[0] % 2 == 0  # [B]
+    assert torch.equal(some.ids, every.ids)
+    assert distance(some.log_probs[asked], every.log_probs[asked], every.mask[asked]) < CLOSE
+    assert some.log_probs[~asked][every.mask[~asked]].isnan().all()
+
+
 def test_rows_are_padded_and_masked_as_everywhere(trainer: Trainer, prompts: Prompts) -> None:
     responses = drawn(trainer, prompts, Draw(7, 3, 2.0, 30))  # hot and long: some end, some do not
     end = trainer.parts.tokenizer.eos_token_id
