@@ -313,6 +313,7 @@ def quick_and_small(actor: str, rollout: str) -> list[str]:
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=false",
         f"{rollout}.enforce_eager=true",
         f"{rollout}.free_cache_engine=false",
+        f"+{rollout}.enable_sleep_mode=false",
         f"{rollout}.gpu_memory_utilization=0.05",
         f"{rollout}.max_num_batched_tokens=4096",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=768",
@@ -341,7 +342,8 @@ def environment(out: Path) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may compile at its first use
     }
     if not any(point.value == PLUGIN for point in entry_points(group="verl.plugins")):
-        env["VERL_USE_EXTERNAL_MODULES"] = PLUGIN
+        others = env.get("VERL_USE_EXTERNAL_MODULES", "")
+        env["VERL_USE_EXTERNAL_MODULES"] = ",".join(name for name in (others, PLUGIN) if name)
         here = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH", "")) if p)
     return env

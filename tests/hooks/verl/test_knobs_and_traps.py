@@ -218,6 +218,87 @@ def test_a_missing_rate_is_not_a_zero(start: Start) -> None:
     assert snapshot.value("learning_rate") == 0.05
 
 
+def test_under_megatron_the_rate_is_advice_and_all_else_moves(start: Start) -> None:
+    """Megatron's schedule computes the rate from its own peak at every step: what is set would not last."""
+    import ray
+
+    def megatrons(worker: Any) -> None:
+        fields = {"max_lr": 0.05, "min_lr": 0.0, "num_steps": 0}  # and no `base_lrs`
+        worker.worker_dict["actor_rollout_ref"].actor.engine.lr_scheduler = SimpleNamespace(**fields)
+
+    trainer = start()
+    ray.get([h.__ray_call__.remote(megatrons) for h in trainer.actor_rollout_wg.workers])
+    adapter = adapter_of(trainer)
+    facts = adapter.facts()
+    assert facts.knob_capability["actor_learning_rate"].state == "restart"
+    assert "not one that can be rescaled" in facts.knob_capability["actor_learning_rate"].reason
+    line = adapter_declared().restart_line("actor_learning_rate", 2e-6, adapter.knobs())
+    assert line == "actor_rollout_ref.actor.optim.lr=2e-06"
+    (item,) = adapter.apply({"actor_learning_rate": 0.01}, 1)
+    assert item.error and not adapter.apply({"clip_range_high": 0.25}, 1)[0].error
+
+
+def adapter_declared() -> Any:
+    from autotune.hooks.verl.declared import DECLARED
+
+    return DECLARED
+
+
+def test_megatrons_own_configuration_is_read(start: Start) -> None:
+    """`model_engine=megatron` is another tree of verl's configuration; its places are the same."""
+    trainer = start(2, {}, ("model_engine=megatron",))
+    assert trainer.config.actor_rollout_ref.actor.strategy == "megatron"
+    adapter = adapter_of(trainer)
+    assert adapter.apply({"clip_range_high": 0.3, "ppo_epochs": 2}, 1)[0].ok
+    assert bound(trainer)[0]["clip_ratio_high"] == 0.3
+    assert adapter.knobs()["actor_learning_rate"] == 0.05
+
+
+def test_both_asynchronous_modes_are_left_alone_with_the_way_to_go(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    from autotune.hooks.verl.trainer import attach
+
+    for mode in ("colocate_async", "separate_async"):
+        trainer = start(2, {}, (), control={"mode": "act"})
+        trainer.trainer_mode = mode
+        caplog.clear()
+        assert attach(trainer) is None
+        assert mode in caplog.text and "in flight" in caplog.text and "autotune advise" in caplog.text
+
+
+def test_with_distillation_the_loss_is_not_rebuilt(start: Start) -> None:
+    trainer = start()
+    trainer.distillation_config = object()
+    facts = adapter_of(trainer).facts()
+    for knob in LOSS:
+        assert not facts.can_move(knob) and "distillation" in facts.knob_capability[knob].reason
+
+
+def test_what_verl_captures_at_the_start_needs_a_restart(start: Start) -> None:
+    adapter = adapter_of(start())
+    for knob in ("rollout_n", "max_prompt_length", "max_response_length", "micro_batch_size"):
+        assert adapter.facts().knob_capability[knob].state == "restart"
+        assert adapter_declared().restart_line(knob, 16.0, adapter.knobs())
+
+
+def test_without_entropy_before_the_update_there_is_none(start: Start) -> None:
+    bypass = ("algorithm.rollout_correction.bypass_mode=true",)
+    facts = adapter_of(start(2, {}, bypass)).facts()
+    assert facts.metric_capability["entropy"].state == "not_logged"
+    assert "bypass_mode" in facts.metric_capability["entropy"].reason
+
+
+def test_one_update_a_rollout_makes_the_clipped_share_structural(start: Start) -> None:
+    """0 by construction is no sign that the clip range is too wide."""
+    trainer = start(2, {"ppo_mini_batch_size": 8})
+    adapter = adapter_of(trainer)
+    snapshot = adapter.read(adapter.record({"actor/pg_clipfrac": 0.0}, 0, {}), 0)
+    assert (
+        snapshot.value("clip_ratio") is None and snapshot.reading("clip_ratio").validity == "structural_zero"
+    )
+
+
 # --------------------------------------------------------------------------------- a run as a whole
 
 
