@@ -5,7 +5,10 @@
     python -m experiments.rescue run --suite tuning       tuning seeds, all tasks: which starts are bad
     python -m experiments.rescue freeze                   write down the commit that is reported on
     python -m experiments.rescue run --suite cpu          once per freeze: reporting seeds, family B
+    python -m experiments.rescue run --suite gpu          once per freeze: the real model, on a GPU
     python -m experiments.rescue table                    tables and the figure, from the rows
+    python -m experiments.rescue evidence                 docs/evidence.md, from the rows of the freeze
+    python -m experiments.rescue calibrate                the random arm's rate, from tuning rows
 
 Every suite can be stopped and started again. Runs go side by side (`--jobs`), one thread each, and use a
 GPU where there is one. `--set key=value` is added to every recipe (and to its hash).
@@ -21,7 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.rescue import report, runs, suite, sweep
+from experiments.rescue import evidence, figure, goals, lot, real, report, runs, suite, sweep
 
 HERE = Path(__file__).resolve().parent
 FREEZE = HERE / "freeze.json"
@@ -29,10 +32,17 @@ FAMILY_B = [task for task in suite.TASKS if suite.TASKS[task].family == "B"]
 SEEDS, HARM_SEEDS, WINNER_SEEDS = 5, 75, 5
 """Per task: seeds of every start, of the well-set recipe (150 over two tasks), and of the sweep's winner."""
 CYCLE_SEEDS = suite.TUNING_SEEDS[:3]
+REAL_SEEDS = 2
+SUITES = ("cycle", "tuning", "leave_one_out", "sweep", "cpu", "gpu", "gpu_tuning")
 
 
 def same(tasks: Sequence[str], seeds: Sequence[int]) -> dict[str, Sequence[int]]:
     return dict.fromkeys(tasks, seeds)
+
+
+def freezes() -> list[dict[str, str]]:
+    """Every freeze, oldest first; the last one is in force."""
+    return list(json.loads(FREEZE.read_text("utf-8"))) if FREEZE.exists() else []
 
 
 def frozen() -> str:
@@ -41,10 +51,19 @@ def frozen() -> str:
     Raises:
         SystemExit: there is none, or the package differs from it.
     """
-    if not FREEZE.exists():
+    if not freezes():
         raise SystemExit(f"{FREEZE} is not there: reporting runs need a freeze; run `freeze` first")
-    commit = str(json.loads(FREEZE.read_text("utf-8"))["commit"])
-    command = ["git", "diff", "--quiet", commit, "--", "autotune", str(HERE / "suite.py")]
+    commit = freezes()[-1]["commit"]
+    command = [
+        "git",
+        "diff",
+        "--quiet",
+        commit,
+        "--",
+        "autotune",
+        str(HERE / "suite.py"),
+        str(HERE / "sweep.py"),
+    ]
     if subprocess.run(command, cwd=runs.ROOT).returncode != 0:
         raise SystemExit(
             f"the package or the suite differs from the freeze {commit}; freeze again, with new seeds"
@@ -57,9 +76,8 @@ def freeze() -> None:
     here = runs.commit()
     if here.endswith("+") or len(here) != 40:
         raise SystemExit(f"the tree is {here}; expected a clean commit, so that the seeds follow from it")
-    FREEZE.write_text(
-        json.dumps({"commit": here, "date": str(datetime.date.today())}, indent=2) + "\n", "utf-8"
-    )
+    written = [*freezes(), {"commit": here, "date": str(datetime.date.today())}]
+    FREEZE.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     print(f"frozen at {here}; commit {FREEZE.name} next")
 
 
@@ -95,23 +113,31 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
         # The winner's seeds are tuning seeds that no trial of the sweep has won on: the last ones.
         yield from winners(rows, chosen, same(chosen, tuning[-WINNER_SEEDS:]))
     elif name == "cpu":
-        commit, chosen = frozen(), tasks or FAMILY_B
-        seeds = {task: suite.reporting_seeds(commit, task, HARM_SEEDS) for task in chosen}
-        yield from winners(
-            rows, chosen, {t: suite.reporting_seeds(commit, t, WINNER_SEEDS, "winner") for t in chosen}
-        )
-        yield from suite.jobs_of_starts(chosen, {task: s[:SEEDS] for task, s in seeds.items()}, "report")
-        yield from suite.jobs_of_harm(chosen, seeds)
+        yield from reported(rows, tasks or FAMILY_B)
+    elif name == "gpu":
+        seeds = suite.reporting_seeds(frozen(), real.TASK, REAL_SEEDS)
+        yield from suite.jobs_of_sums(seeds, "report", real.STARTS)
+    elif name == "gpu_tuning":
+        yield from suite.jobs_of_sums(tuning[:REAL_SEEDS], "tuning", real.STARTS)
+
+
+def reported(rows: Sequence[runs.Row], tasks: Sequence[str]) -> Iterator[suite.Job]:
+    """Everything that is run once per freeze: the winner, every start, the well-set recipe many times."""
+    commit = frozen()
+    seeds = {task: suite.reporting_seeds(commit, task, HARM_SEEDS) for task in tasks}
+    yield from winners(
+        rows, tasks, {t: suite.reporting_seeds(commit, t, WINNER_SEEDS, "winner") for t in tasks}
+    )
+    yield from suite.jobs_of_starts(tasks, {task: s[:SEEDS] for task, s in seeds.items()}, "report")
+    yield from suite.jobs_of_harm(tasks, seeds)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.rescue", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("command", choices=["run", "freeze", "table", "list"])
-    parser.add_argument(
-        "--suite", choices=["cycle", "tuning", "leave_one_out", "sweep", "cpu"], default="cycle"
-    )
+    parser.add_argument("command", choices=["run", "freeze", "table", "list", "evidence", "calibrate"])
+    parser.add_argument("--suite", choices=SUITES, default="cycle")
     parser.add_argument("--tasks", nargs="*", default=[], choices=suite.SMALL_TASKS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
@@ -136,18 +162,44 @@ def main(argv: Sequence[str] | None = None) -> int:
             if chosen.minutes or chosen.suite != "sweep":
                 break  # a sweep has a second round: its winner
     rows = runs.load(out / "results.jsonl")
-    if chosen.command in ("run", "table") and rows:
-        show(rows, out, "report" if chosen.suite == "cpu" else chosen.purpose)
+    if chosen.command == "evidence":
+        return prove(rows)
+    if chosen.command == "calibrate":
+        print(lot.told(lot.calibrate(rows)))
+    elif chosen.command in ("run", "table") and rows:
+        show(rows, out, "report" if chosen.suite in ("cpu", "gpu") else chosen.purpose)
     return 0
 
 
 def show(rows: Sequence[runs.Row], out: Path, purpose: str) -> None:
-    text = report.whole(rows, purpose)
+    """Print what the rows say, and write it and its figures beside them."""
+    small, sums = [r for r in rows if r.task != real.TASK], real.of_purpose(rows, purpose)
+    tasks = report.tasks_of(small, purpose)
+    text = f"{report.whole(small, purpose)}\n## Goals\n\n{goals.checklist(small, tasks, purpose)}"
+    text += f"\n{real.whole(sums)}" if sums else ""
     (out / f"{purpose}.md").write_text(text, "utf-8")
-    for task in suite.SMALL_TASKS:
-        if picture := report.figure(rows, task, purpose):
-            (out / f"{purpose}-{task}.svg").write_text(picture, "utf-8")
+    pictures = {purpose: figure.figure(small, tasks, purpose), f"{purpose}-sums": real.figure(sums)}
+    for name, picture in pictures.items():
+        if picture:
+            (out / f"{name}.svg").write_text(picture, "utf-8")
     print(text)
+
+
+def prove(rows: Sequence[runs.Row], docs: Path = runs.ROOT / "docs") -> int:
+    """Write the page of evidence; without reporting rows say so, write nothing, and return 1."""
+    done = freezes()
+    counts = {"report": HARM_SEEDS, "winner": WINNER_SEEDS}
+    made = None
+    if done:
+        own = evidence.of_freeze(rows, done[-1]["commit"], counts)
+        earlier = [one["commit"] for one in done[:-1]]
+        made = evidence.page(own, done[-1]["commit"], done[-1]["date"], earlier)
+    if made is None:
+        print("no reporting rows of a freeze yet, so nothing is written; next: freeze, then run --suite cpu")
+        return 1
+    evidence.write(docs, made)
+    print(f"{docs / 'evidence.md'} and {docs / evidence.FIGURE} are written")
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ pooled, whole seeds are drawn, since runs of one seed share prompts and noise.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,25 +50,16 @@ def regret(score: float, best: float, untrained: float) -> float:
     return (best - score) / (best - untrained)
 
 
-def bootstrap(
-    groups: Sequence[Sequence[float]], stat: Callable[[np.ndarray], float] | None = None
-) -> Estimate:
-    """Mean over everything with an interval; the groups (seeds) are drawn whole.
-
-    Args:
-        groups: values that belong together, one group a seed.
-        stat: of one flat array; the mean when left out.
-    """
-    stat = stat or (lambda values: float(values.mean()))
-    flat = np.array([v for group in groups for v in group], dtype=float)
-    rng = np.random.default_rng(20261130)
-    arrays = [np.array(group, dtype=float) for group in groups]
-    draws = []
-    for _ in range(DRAWS if len(groups) > 1 else 0):
-        chosen = rng.integers(0, len(arrays), len(arrays))
-        draws.append(stat(np.concatenate([arrays[i] for i in chosen])))
-    low, high = np.quantile(draws, (0.025, 0.975)) if draws else (float("nan"), float("nan"))
-    return Estimate(stat(flat), float(low), float(high), len(flat))
+def bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean over all values with an interval; the groups (values of one seed) are drawn whole."""
+    sums = np.array([math.fsum(group) for group in groups])
+    counts = np.array([len(group) for group in groups])
+    low = high = float("nan")
+    if len(groups) > 1:
+        rng = np.random.default_rng(20261130)
+        drawn = rng.integers(0, len(groups), (DRAWS, len(groups)))
+        low, high = np.quantile(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1), (0.025, 0.975))
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high), int(counts.sum()))
 
 
 def by_seed(values: Iterable[tuple[int | str, float]]) -> list[list[float]]:
@@ -92,17 +84,33 @@ def sign_flip_p(differences: Sequence[float], draws: int = 20_000) -> float:
     return float((1 + beyond.sum()) / (1 + draws))
 
 
-def excess_harm(on: Sequence[float], off: Sequence[float]) -> Estimate:
-    """P(J_on < the 2 % quantile of J_off) - 2 %, both samples drawn anew for the interval."""
+def excess_harm(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    """P(J_on < the 2 % quantile of J_off) - 2 %, all samples drawn anew for the interval.
 
-    def once(a: np.ndarray, b: np.ndarray) -> float:
-        return float((a < np.quantile(b, QUANTILE)).mean() - QUANTILE)
-
-    a, b = np.array(on, dtype=float), np.array(off, dtype=float)
+    Args:
+        pairs: (J_on, J_off) of each task; every task has a quantile of its own, the runs count together.
+    """
+    arrays = [(np.array(on, dtype=float)[None], np.array(off, dtype=float)[None]) for on, off in pairs]
     rng = np.random.default_rng(11)
-    draws = [once(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(DRAWS)]
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return Estimate(once(a, b), float(low), float(high), len(a))
+    drawn = [(_drawn(rng, on), _drawn(rng, off)) for on, off in arrays]
+    low, high = np.quantile(_excess(drawn), (0.025, 0.975))
+    return Estimate(float(_excess(arrays)[0]), float(low), float(high), sum(on.size for on, _ in arrays))
+
+
+def _drawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+    """Samples with replacement, one a row."""
+    return values[0, rng.integers(0, values.size, (DRAWS, values.size))]
+
+
+def _excess(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Of each row: the share of all J_on below their task's quantile of J_off, less that quantile."""
+    below = [on < np.quantile(off, QUANTILE, axis=1, keepdims=True) for on, off in pairs]
+    return np.concatenate(below, axis=1).mean(axis=1) - QUANTILE
+
+
+def non_inferior(difference: Estimate, margin: float = MARGIN) -> bool:
+    """Whether the whole interval of J_on - J_off lies above -margin."""
+    return difference.low > -margin
 
 
 def tokens_to(curve: Sequence[float], goal: float, window: int = 5) -> float | None:

@@ -1,4 +1,4 @@
-"""Tables and the figure, from rows alone: `python -m experiments.rescue table`.
+"""Tables, from rows alone: `python -m experiments.rescue table`.
 
 Nothing here chooses seeds, starts or runs: what is in `results.jsonl` is shown, failed runs as failures.
 """
@@ -6,14 +6,17 @@ Nothing here chooses seeds, starts or runs: what is in `results.jsonl` is shown,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from experiments.rescue import measures
+from experiments.rescue.measures import Estimate
 from experiments.rescue.runs import Row
-from experiments.rescue.suite import ARMS, COMPARED_ON, STARTS, TASKS
+from experiments.rescue.suite import ARMS, COMPARED_ON, STARTS, TASKS, TUNING_SEEDS
 from experiments.rescue.sweep import equivalent_size, expected_best
+
+RIVALS = ("random", "adaptive_kl", "adaptive_entropy")
+"""Arms that the controller must beat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Yardstick:
     untrained: float
     trials: tuple[float, ...]
     """Scores of the sweep's trials; a failed one counts as an untrained model."""
+    trial_tokens: float
+    """Mean tokens of a trial."""
+
+    def regret(self, score: float) -> float:
+        return measures.regret(score, self.best, self.untrained)
+
+    def regret_of_sweep(self, k: int) -> float:
+        """Expected regret of the best of k trials."""
+        return self.regret(expected_best(self.trials, k))
 
 
 def scored(row: Row) -> float:
@@ -31,18 +43,23 @@ def scored(row: Row) -> float:
     return 0.0 if row.score is None else row.score
 
 
-def yardstick(rows: Sequence[Row], task: str) -> Yardstick | None:
-    """The sweep's winner on fresh seeds; None while there are no such runs."""
-    winners = [r for r in rows if r.purpose == "winner" and r.task == task]
+def yardstick(rows: Sequence[Row], task: str, purpose: str = "tuning") -> Yardstick | None:
+    """The sweep's winner on fresh seeds; None while there are no such runs.
+
+    A report has its own winner's runs, on seeds of the freeze; tuning has them on tuning seeds.
+    """
+    own = [r for r in rows if r.purpose == "winner" and r.task == task]
+    winners = [r for r in own if (r.seed in TUNING_SEEDS) == (purpose != "report")]
     trials = [r for r in rows if r.purpose == "sweep" and r.task == task]
     starts = [
         r.untrained for r in rows if r.task == task and r.start == "well_set" and r.untrained is not None
     ]
-    if not winners or not starts:
+    if not winners or not starts or not trials:
         return None
     untrained = measures.mean(starts)
     scores = tuple(untrained if r.score is None else r.score for r in trials)
-    return Yardstick(measures.mean(map(scored, winners)), untrained, scores)
+    best = measures.mean(map(scored, winners))
+    return Yardstick(best, untrained, scores, measures.mean(r.tokens for r in trials))
 
 
 def chosen(rows: Sequence[Row], task: str, start: str, arm: str, purpose: str) -> list[Row]:
@@ -50,32 +67,38 @@ def chosen(rows: Sequence[Row], task: str, start: str, arm: str, purpose: str) -
 
 
 def regrets(rows: Sequence[Row], yard: Yardstick) -> list[tuple[int, float]]:
-    return [(r.seed, measures.regret(scored(r), yard.best, yard.untrained)) for r in rows]
+    return [(r.seed, yard.regret(scored(r))) for r in rows]
 
 
-def bad_starts(rows: Sequence[Row], task: str, yard: Yardstick, purpose: str = "tuning") -> list[str]:
+def bad_starts(rows: Sequence[Row], task: str) -> list[str]:
     """Starts whose fixed arm loses at least a fifth of what there is to learn, on tuning seeds."""
+    yard = yardstick(rows, task)
+    if yard is None:
+        return []
     bad = []
     for start in STARTS:
-        fixed = regrets(chosen(rows, task, start, "fixed", purpose), yard)
+        fixed = regrets(chosen(rows, task, start, "fixed", "tuning"), yard)
         if start != "well_set" and fixed and measures.mean(v for _, v in fixed) >= measures.BAD:
             bad.append(start)
     return bad
 
 
+# -- one task ------------------------------------------------------------------------------------
+
+
 def table(rows: Sequence[Row], task: str, purpose: str) -> str:
     """One line per start and arm."""
-    yard = yardstick(rows, task)
+    yard = yardstick(rows, task, purpose)
     if yard is None:
         return f"## {task}\n\nNo winner of a sweep has been run yet.\n"
-    bad = bad_starts(rows, task, yard)
+    bad = bad_starts(rows, task)
     lines = [
         f"## {task} (family {TASKS[task].family})\n",
         f"Best of {len(yard.trials)} sweep trials on fresh seeds: {yard.best:.3f};"
         f" untrained: {yard.untrained:.3f}.\n",
-        "| start | arm | runs | J | regret | rescued | k* | actions | kept | reverted | tokens to goal"
-        " | failed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| start | arm | runs | J | regret | rescued | k* | tokens of that sweep | actions | kept | reverted"
+        " | tokens to goal | failed |",
+        "|" + "---|" * 13,
     ]
     for start in STARTS:
         for arm in ARMS:
@@ -89,68 +112,187 @@ def table(rows: Sequence[Row], task: str, purpose: str) -> str:
 def _line(start: str, arm: str, rows: Sequence[Row], yard: Yardstick) -> str:
     score = measures.bootstrap(measures.by_seed((r.seed, scored(r)) for r in rows))
     lost = measures.bootstrap(measures.by_seed(regrets(rows, yard)))
-    rescued = sum(scored(r) >= measures.RESCUED * yard.best for r in rows)
-    size = equivalent_size(yard.trials, score.value) if yard.trials else None
+    size = equivalent_size(yard.trials, score.value)
+    spent = measures.mean(r.tokens for r in rows)
     cells = [
         start,
         arm,
         len(rows),
         score,
         lost,
-        f"{rescued} of {len(rows)}",
-        size if size is not None else f"> {len(yard.trials)}",
-        f"{measures.mean(r.actions for r in rows):.1f}",
-        f"{measures.mean(r.kept for r in rows):.1f}",
-        f"{measures.mean(r.reverted for r in rows):.1f}",
-        _time_to_goal(rows, yard),
+        f"{_rescued(rows, yard)} of {len(rows)}",
+        sweep_size(size, len(yard.trials)),
+        token_ratio(size, len(yard.trials), yard.trial_tokens, spent),
+        *actions_of(rows),
+        time_to_goal([(r, yard) for r in rows]),
         sum(r.score is None for r in rows),
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def _time_to_goal(rows: Sequence[Row], yard: Yardstick) -> str:
+def _rescued(rows: Sequence[Row], yard: Yardstick) -> int:
+    return sum(scored(r) >= measures.RESCUED * yard.best for r in rows)
+
+
+def sweep_size(size: int | None, trials: int) -> str:
+    """k* in words; a sweep of all trials may not be enough."""
+    return str(size) if size is not None else f"> {trials}"
+
+
+def token_ratio(size: int | None, trials: int, trial_tokens: float, ours: float) -> str:
+    """Tokens of the sweep that is worth one of our runs, in runs of ours."""
+    if not ours:
+        return "unknown"
+    return f"{'' if size is not None else '> '}{(size or trials) * trial_tokens / ours:.1f} x"
+
+
+def actions_of(rows: Sequence[Row]) -> list[str]:
+    """Mean actions a run, kept ones, reverted ones."""
+    return [
+        f"{measures.mean(getattr(r, name) for r in rows):.1f}" for name in ("actions", "kept", "reverted")
+    ]
+
+
+def time_to_goal(runs: Sequence[tuple[Row, Yardstick]]) -> str:
     """Share of the tokens until the running reward is at 90 % of the best; of how many runs."""
-    shares = [measures.tokens_to(r.curve, measures.RESCUED * yard.best) for r in rows]
+    shares = [measures.tokens_to(r.curve, measures.RESCUED * yard.best) for r, yard in runs]
     reached = [share for share in shares if share is not None]
-    return f"{measures.mean(reached):.2f} ({len(reached)} of {len(rows)})" if reached else "never"
+    return f"{measures.mean(reached):.2f} ({len(reached)} of {len(runs)})" if reached else "never"
 
 
-def pooled(rows: Sequence[Row], tasks: Sequence[str], arm: str, purpose: str) -> dict[str, object]:
-    """The bad starts of all tasks together."""
-    lost, rescued = [], []
+# -- the bad starts of all tasks together --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """One arm on the bad starts of several tasks."""
+
+    regret: Estimate
+    rescued: int
+    runs: int
+    size: int | None
+    """k*: the smallest sweep with no more expected regret; None if even all trials have more."""
+    size_low: int | None
+    """k* at the interval's upper end of the regret: the least that this arm is worth."""
+    trials: int
+    ratio: str
+    goal: str
+    actions: tuple[str, ...]
+    failed: int
+
+
+def pooled_runs(
+    rows: Sequence[Row], tasks: Sequence[str], arm: str, purpose: str, starts: Sequence[str] | None = None
+) -> Iterator[tuple[Row, Yardstick]]:
+    """Every run of the arm on bad starts (or on some of them), with what it is measured against."""
     for task in tasks:
-        yard = yardstick(rows, task)
-        if yard is None:
-            continue
-        for start in bad_starts(rows, task, yard):
-            some = chosen(rows, task, start, arm, purpose)
-            lost += [(f"{task} {seed}", value) for seed, value in regrets(some, yard)]
-            rescued += [scored(r) >= measures.RESCUED * yard.best for r in some]
-    if not lost:
-        return {}
-    return {
-        "regret": measures.bootstrap(measures.by_seed(lost)),
-        "rescued": sum(rescued),
-        "runs": len(rescued),
-    }
+        yard = yardstick(rows, task, purpose)
+        for start in bad_starts(rows, task):
+            if yard is not None and (starts is None or start in starts):
+                yield from ((row, yard) for row in chosen(rows, task, start, arm, purpose))
 
 
-def against(
-    rows: Sequence[Row], tasks: Sequence[str], other: str, purpose: str
-) -> tuple[float, float, int] | None:
-    """Mean paired difference of regret (other - recommended) on the compared starts, its p, and pairs."""
-    differences = []
+def pooled(
+    rows: Sequence[Row], tasks: Sequence[str], arm: str, purpose: str, starts: Sequence[str] | None = None
+) -> Pooled | None:
+    """The bad starts of all tasks together; None where the arm has no run."""
+    found = list(pooled_runs(rows, tasks, arm, purpose, starts))
+    if not found:
+        return None
+    lost = measures.bootstrap(
+        measures.by_seed((f"{r.task} {r.seed}", yard.regret(scored(r))) for r, yard in found)
+    )
+    yards = [yard for _, yard in found]
+    size = pooled_size(yards, lost.value)
+    trials = min(len(yard.trials) for yard in yards)
+    spent, its = measures.mean(r.tokens for r, _ in found), measures.mean(y.trial_tokens for y in yards)
+    return Pooled(
+        regret=lost,
+        rescued=sum(_rescued([r], yard) for r, yard in found),
+        runs=len(found),
+        size=size,
+        size_low=pooled_size(yards, lost.high),
+        trials=trials,
+        ratio=token_ratio(size, trials, its, spent),
+        goal=time_to_goal(found),
+        actions=tuple(actions_of([r for r, _ in found])),
+        failed=sum(r.score is None for r, _ in found),
+    )
+
+
+def pooled_size(yards: Sequence[Yardstick], regret: float) -> int | None:
+    """Smallest k whose expected regret, over these runs' tasks, is no more than `regret`."""
+    counts = Counter(yards)  # one entry a run: tasks weigh as they do in the regret
+    for k in range(1, min(len(yard.trials) for yard in yards) + 1):
+        if sum(n * yard.regret_of_sweep(k) for yard, n in counts.items()) <= regret * len(yards):
+            return k
+    return None
+
+
+EVERYWHERE = ("fixed", "recommended")
+"""Arms that are run on every start."""
+
+
+def pooled_tables(rows: Sequence[Row], tasks: Sequence[str], purpose: str) -> str:
+    """All bad starts for the arms that have them, then those on which every arm was run."""
+    return (
+        f"Every bad start:\n\n{_pooled_table(rows, tasks, purpose, EVERYWHERE, None)}\n"
+        f"Of them {', '.join(COMPARED_ON)}, on which all arms were run:\n\n"
+        f"{_pooled_table(rows, tasks, purpose, tuple(ARMS), COMPARED_ON)}"
+    )
+
+
+def _pooled_table(
+    rows: Sequence[Row],
+    tasks: Sequence[str],
+    purpose: str,
+    arms: Sequence[str],
+    starts: Sequence[str] | None,
+) -> str:
+    lines = [
+        "| arm | runs | regret | rescued | k* | tokens of that sweep | tokens to goal | actions | kept"
+        " | reverted | failed |",
+        "|" + "---|" * 11,
+    ]
+    for arm in arms:
+        if found := pooled(rows, tasks, arm, purpose, starts):
+            lines.append(
+                f"| {arm} | {found.runs} | {found.regret} | {found.rescued} of {found.runs}"
+                f" | {sweep_size(found.size, found.trials)} | {found.ratio} | {found.goal}"
+                f" | {' | '.join(found.actions)} | {found.failed} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Another arm's regret minus ours, on the starts that all arms were run on."""
+
+    difference: Estimate
+    p: float
+    """One-sided, signs flipped for whole seeds."""
+    pairs: int
+
+
+def against(rows: Sequence[Row], tasks: Sequence[str], other: str, purpose: str) -> Compared | None:
+    """Paired by task, start and seed; None where there is no pair."""
+    pairs: list[tuple[int | str, float]] = []
     for task in tasks:
-        yard = yardstick(rows, task)
+        yard = yardstick(rows, task, purpose)
         if yard is None:
             continue
         for start in COMPARED_ON:
             mine = dict(regrets(chosen(rows, task, start, "recommended", purpose), yard))
             its = dict(regrets(chosen(rows, task, start, other, purpose), yard))
-            differences += measures.paired(its, mine)
-    if not differences:
+            pairs += [(f"{task} {seed}", its[seed] - mine[seed]) for seed in mine if seed in its]
+    if not pairs:
         return None
-    return measures.mean(differences), measures.sign_flip_p(differences), len(differences)
+    seeds = measures.by_seed(pairs)
+    p = measures.sign_flip_p([measures.mean(group) for group in seeds])
+    return Compared(measures.bootstrap(seeds), p, len(pairs))
+
+
+# -- which rule earned what ----------------------------------------------------------------------
 
 
 def earned(rows: Sequence[Row], task: str, starts: Sequence[str]) -> str:
@@ -162,42 +304,16 @@ def earned(rows: Sequence[Row], task: str, starts: Sequence[str]) -> str:
         for start in starts:
             full = {r.seed: scored(r) for r in chosen(rows, task, start, "recommended", "tuning")}
             pairs += [
-                (scored(r), full[r.seed]) for r in chosen(rows, task, start, arm, "tuning") if r.seed in full
+                (r.seed, scored(r), full[r.seed])
+                for r in chosen(rows, task, start, arm, "tuning")
+                if r.seed in full
             ]
         if pairs:
-            less, full_mean = measures.mean(a for a, _ in pairs), measures.mean(b for _, b in pairs)
+            less, whole = measures.mean(p[1] for p in pairs), measures.mean(p[2] for p in pairs)
+            lost = measures.bootstrap(measures.by_seed((seed, a - b) for seed, a, b in pairs))
             name = arm.removeprefix("without_")
-            lines.append(
-                f"| {name} | {len(pairs)} | {less:.3f} | {full_mean:.3f} | {less - full_mean:+.3f} |"
-            )
+            lines.append(f"| {name} | {len(pairs)} | {less:.3f} | {whole:.3f} | {lost} |")
     return "\n".join(lines) + "\n"
-
-
-def harm(rows: Sequence[Row], tasks: Sequence[str], purpose: str) -> str:
-    """The well-set recipe with and without the controller."""
-    lines = [
-        "| task | runs an arm | J off | J on | paired difference | excess harm | actions a run |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for task in tasks:
-        on = {r.seed: r for r in chosen(rows, task, "well_set", "recommended", purpose)}
-        off = {r.seed: r for r in chosen(rows, task, "well_set", "fixed", purpose)}
-        both = sorted(on.keys() & off.keys())
-        if len(both) < 2:
-            continue
-        on_scores, off_scores = [scored(on[s]) for s in both], [scored(off[s]) for s in both]
-        difference = measures.bootstrap([[a - b] for a, b in zip(on_scores, off_scores, strict=True)])
-        excess = measures.excess_harm(on_scores, off_scores)
-        lines.append(
-            f"| {task} | {len(both)} | {measures.mean(off_scores):.3f} | {measures.mean(on_scores):.3f} |"
-            f" {difference} | {excess} | {measures.mean(on[s].actions for s in both):.1f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def sweep_curve(yard: Yardstick) -> str:
-    sizes = [k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if k <= len(yard.trials)]
-    return ", ".join(f"{k}: {expected_best(yard.trials, k):.3f}" for k in sizes)
 
 
 def actions_by_rule(rows: Sequence[Row], purpose: str) -> str:
@@ -208,80 +324,103 @@ def actions_by_rule(rows: Sequence[Row], purpose: str) -> str:
     return ", ".join(f"{rule} {count}" for rule, count in tally.most_common())
 
 
+# -- harm ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """The well-set recipe under the controller against without it, paired by seed."""
+
+    runs: int
+    on: float
+    off: float
+    difference: Estimate
+    excess: Estimate
+    actions: float
+
+    @property
+    def verdict(self) -> str:
+        return "not inferior" if measures.non_inferior(self.difference) else "not shown"
+
+
+def well_set_pairs(rows: Sequence[Row], task: str, purpose: str) -> list[tuple[Row, Row]]:
+    on = {r.seed: r for r in chosen(rows, task, "well_set", "recommended", purpose)}
+    off = {r.seed: r for r in chosen(rows, task, "well_set", "fixed", purpose)}
+    return [(on[seed], off[seed]) for seed in sorted(on.keys() & off.keys())]
+
+
+def harm(rows: Sequence[Row], tasks: Sequence[str], purpose: str) -> Harm | None:
+    """Of one task, or of several together; None below two pairs."""
+    pairs = [found for task in tasks if (found := well_set_pairs(rows, task, purpose))]
+    flat = [pair for task in pairs for pair in task]
+    if len(flat) < 2:
+        return None
+    scores = [([scored(a) for a, _ in task], [scored(b) for _, b in task]) for task in pairs]
+    return Harm(
+        runs=len(flat),
+        on=measures.mean(scored(a) for a, _ in flat),
+        off=measures.mean(scored(b) for _, b in flat),
+        difference=measures.bootstrap([[scored(a) - scored(b)] for a, b in flat]),
+        excess=measures.excess_harm(scores),
+        actions=measures.mean(a.actions for a, _ in flat),
+    )
+
+
+def harm_table(rows: Sequence[Row], tasks: Sequence[str], purpose: str) -> str:
+    lines = [
+        f"| task | runs an arm | J off | J on | paired difference | mean, margin {measures.MARGIN:g}"
+        " | excess harm | actions a run |",
+        "|" + "---|" * 8,
+    ]
+    groups = [[task] for task in tasks] + ([list(tasks)] if len(tasks) > 1 else [])
+    for group in groups:
+        if found := harm(rows, group, purpose):
+            name = group[0] if len(group) == 1 else "all"
+            lines.append(
+                f"| {name} | {found.runs} | {found.off:.3f} | {found.on:.3f} | {found.difference} |"
+                f" {found.verdict} | {found.excess} | {found.actions:.1f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+# -- everything ----------------------------------------------------------------------------------
+
+
+def sweep_curve(yard: Yardstick) -> str:
+    sizes = [k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if k <= len(yard.trials)]
+    return ", ".join(f"{k}: {expected_best(yard.trials, k):.3f}" for k in sizes)
+
+
+def failures(rows: Sequence[Row], purpose: str) -> str:
+    """Every run without a score, by name, with its exit code."""
+    failed = [r for r in rows if r.purpose == purpose and r.score is None]
+    told = [
+        f"- {r.task} {r.start} {r.arm} {r.seed}: exit code {r.exit_code} {r.error}".rstrip() for r in failed
+    ]
+    return "\n".join(told or ["None."]) + "\n"
+
+
+def tasks_of(rows: Sequence[Row], purpose: str) -> list[str]:
+    return [task for task in TASKS if any(r.task == task and r.purpose == purpose for r in rows)]
+
+
 def whole(rows: Sequence[Row], purpose: str) -> str:
     """Everything that the rows say."""
-    tasks = [task for task in TASKS if any(r.task == task and r.purpose == purpose for r in rows)]
+    tasks = tasks_of(rows, purpose)
     parts = [table(rows, task, purpose) for task in tasks]
-    for arm in ("fixed", "recommended"):
-        if found := pooled(rows, tasks, arm, purpose):
-            parts.append(
-                f"Pooled over the bad starts, {arm}: regret {found['regret']}, {found['rescued']} of"
-                f" {found['runs']} runs at 90 % of the best or more.\n"
-            )
+    parts.append(f"## The bad starts together\n\n{pooled_tables(rows, tasks, purpose)}")
     for other in ARMS:
-        if other != "recommended" and (result := against(rows, tasks, other, purpose)):
+        if other != "recommended" and (found := against(rows, tasks, other, purpose)):
             parts.append(
-                f"- recommended against {other}: {result[0]:+.3f} of regret,"
-                f" p = {result[1]:.4f}, {result[2]} pairs"
+                f"- recommended against {other}: {found.difference} of regret,"
+                f" p = {found.p:.4f}, {found.pairs} pairs"
             )
     for task in tasks:
-        if yard := yardstick(rows, task):
+        if yard := yardstick(rows, task, purpose):
             parts.append(f"\nExpected best of k sweep trials, {task}: {sweep_curve(yard)}\n")
         if any(r.arm.startswith("without_") and r.task == task for r in rows):
             parts.append(f"## Which rule earned what, {task}\n\n{earned(rows, task, COMPARED_ON)}")
-    parts.append(f"## Harm\n\n{harm(rows, tasks, purpose)}")
+    parts.append(f"## Harm\n\n{harm_table(rows, tasks, purpose)}")
     parts.append(f"Actions by rule: {actions_by_rule(rows, purpose) or 'none'}\n")
+    parts.append(f"## Failed runs\n\n{failures(rows, purpose)}")
     return "\n".join(parts)
-
-
-# -- the figure ----------------------------------------------------------------------------------
-
-WIDTH, LEFT, TOP, STEP = 760, 150, 46, 26
-COLOURS = {"fixed": "#b35806", "recommended": "#2166ac"}
-
-
-def figure(rows: Sequence[Row], task: str, purpose: str) -> str:
-    """One line per start: J without and with the controller, every run a dot, the sweep's best a rule."""
-    yard = yardstick(rows, task)
-    starts = [s for s in STARTS if chosen(rows, task, s, "recommended", purpose)]
-    if yard is None or not starts:
-        return ""
-    height = TOP + STEP * len(starts) + 40
-    top = max(yard.best * 1.1, 0.1)
-
-    def x(score: float) -> float:
-        return LEFT + (WIDTH - LEFT - 20) * min(max(score, 0.0) / top, 1.0)
-
-    marks = [_vertical(x(yard.best), height, f"best of the sweep {yard.best:.3f}", 14)]
-    marks += [_vertical(x(yard.untrained), height, f"untrained {yard.untrained:.3f}", 30)]
-    for at, start in enumerate(starts):
-        y = TOP + STEP * (at + 0.7)
-        marks.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(start)}</text>')
-        for shift, arm in ((-4, "fixed"), (4, "recommended")):
-            some = [scored(r) for r in chosen(rows, task, start, arm, purpose)]
-            marks += [_dot(x(s), y + shift, 2.5, arm, 0.45) for s in some]
-            if some:
-                marks.append(_dot(x(measures.mean(some)), y + shift, 5, arm, 1.0))
-    legend = "".join(
-        f'<circle cx="{LEFT + 150 * i}" cy="{height - 14}" r="5" fill="{COLOURS[arm]}"/>'
-        f'<text x="{LEFT + 150 * i + 10}" y="{height - 10}">{arm}</text>'
-        for i, arm in enumerate(COLOURS)
-    )
-    title = f"Reward at the end, {task}: every start without and with the controller"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
-        f' font-family="sans-serif" font-size="12"><title>{escape(title)}</title>'
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>{"".join(marks)}{legend}</svg>\n'
-    )
-
-
-def _vertical(x: float, height: int, text: str, y: int) -> str:
-    return (
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - 30}" stroke="#888"'
-        ' stroke-dasharray="3 3"/>'
-        f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#555">{escape(text)}</text>'
-    )
-
-
-def _dot(x: float, y: float, radius: float, arm: str, opacity: float) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{COLOURS[arm]}" opacity="{opacity}"/>'

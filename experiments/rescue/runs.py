@@ -176,7 +176,13 @@ def launch(fields: dict[str, Any], folder: Path, log: Path, fresh: bool | None =
     log.parent.mkdir(parents=True, exist_ok=True)
     recipe = log.with_suffix(".yaml")
     recipe.write_text("name: rescue\n", "utf-8")
-    return start(["run", str(recipe), *overrides(fields), f"run_dir={folder}"], log, fresh)
+    words = ["run", str(recipe), *overrides(fields), f"run_dir={folder}"]
+    return start(words, log, fresh, up=lambda: has_header(folder / "journal.jsonl"))
+
+
+def has_header(journal: Path) -> bool:
+    """Whether the run's first line is written: by then its model and engine stand."""
+    return journal.is_file() and journal.stat().st_size > 0
 
 
 def setting(word: str) -> tuple[str, Any]:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -42,17 +42,21 @@ class Ended:
     core_seconds: float
 
 
-def start(words: Sequence[str], log: Path, fresh: bool | None = None) -> Ended:
+def start(
+    words: Sequence[str], log: Path, fresh: bool | None = None, up: Callable[[], bool] | None = None
+) -> Ended:
     """Run the command `autotune` to its end.
 
     Args:
         words: its arguments.
         log: what it prints is appended here.
         fresh: whether in a fresh interpreter; None: where there is a GPU.
+        up: whether its model and engine stand. On a GPU the next run is started no earlier: engines
+            measure the free memory of a card that they share, and must do so one after another.
     """
     fresh = has_gpu() if fresh is None else fresh
     began = time.monotonic()
-    exit_code, cores = (_fresh if fresh else _forked)(list(words), log)
+    exit_code, cores = _fresh(list(words), log, up) if fresh else _forked(list(words), log)
     return Ended(exit_code, round(time.monotonic() - began, 1), round(cores, 1))
 
 
@@ -66,9 +70,9 @@ def environment() -> dict[str, str]:
     return ONE_THREAD | {"PYTHONPATH": path}
 
 
-def _fresh(words: list[str], log: Path) -> tuple[int, float]:
+def _fresh(words: list[str], log: Path, up: Callable[[], bool] | None) -> tuple[int, float]:
     """Exit code and core-seconds of a process of its own."""
-    with log.open("a", encoding="utf-8") as stream:
+    with log.open("a", encoding="utf-8") as stream, _STARTING:
         process = subprocess.Popen(
             [sys.executable, "-m", "autotune", *words],
             cwd=ROOT,
@@ -77,9 +81,16 @@ def _fresh(words: list[str], log: Path) -> tuple[int, float]:
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
-        ended = _wait(process.pid)
+        while has_gpu() and up is not None and not up() and _alive(process.pid):
+            time.sleep(0.2)
+    ended = _wait(process.pid)
     process.returncode = ended[0]  # or Popen would wait for it once more
     return ended
+
+
+def _alive(pid: int) -> bool:
+    """Whether the child still runs; an ended one is left to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def _wait(pid: int) -> tuple[int, float]:

@@ -129,11 +129,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "recommended": {"control.profile": "recommended"},
     "documented": {"control.profile": "documented"},
     "literal": {"control.profile": "literal"},
-    "random": {"control.profile": "random", "control.policies": {"random": {"rate": 0.25}}},
+    "random": {"control.profile": "random"},
     "adaptive_kl": {"control.profile": "adaptive_kl"},
     "adaptive_entropy": {"control.profile": "adaptive_entropy"},
     "pbt": {"control.mode": "off"},
 }
+RANDOM_RATE = 0.25
+"""Share of the rollouts at which the random arm wants something; `lot.py` says how it follows from rows."""
+
 SMALL_ARMS = tuple(arm for arm in ARMS if arm != "shadow")
 """`shadow` is run on the real model, where its cost is worth a look; it must equal `fixed` in its decisions.
 
@@ -186,9 +189,15 @@ class Job:
             **TASKS[self.task].fields,
             **(SUMS_STARTS if self.task == "sums" else STARTS).get(self.start, {}),
             **arm,
+            **(_lot(self.seed) if self.arm == "random" else {}),
             **dict(self.extra),
             "seed": self.seed,
         }
+
+
+def _lot(seed: int) -> dict[str, Any]:
+    """The random arm's parameters: every seed draws moves of its own."""
+    return {"control.policies": {"random": {"rate": RANDOM_RATE, "seed": seed}}}
 
 
 def reporting_seeds(commit: str, task: str, count: int, purpose: str = "report") -> list[int]:
