@@ -216,6 +216,7 @@ def test_all_problems_come_at_once_with_their_lines(write) -> None:
         ("rollout: {log_probs: some}", "whose log-probs cost nothing"),
         ("rollout: {engine: vllm, log_probs: some, old_log_probs: sampler}", "most responses have none"),
         ("rollout: {engine: vllm, log_probs: some, importance_cap: 3}", "could not be weighted"),
+        ("trainer: {packing: {enabled: off, compile_head: true}}", "only packed logits are chunked"),
         ("trainer: {packing: {enabled: off, graphs: true}}", "only packed passes are recorded"),
         ("trainer: {packing: {leave_out_quiet: on}}", "whose terms act on every token"),
         ("trainer: {packing: {leave_out_quiet: on}, algorithm: ppo}", "a critic learns from every response"),

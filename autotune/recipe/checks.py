@@ -257,6 +257,11 @@ def _packing(recipe: Recipe) -> Found:
             ("trainer", "packing", "compile"),
             "received true with enabled: off; only packed layers are compiled; set enabled: on, or false",
         )
+    if packing.compile_head and packing.enabled == "off":
+        yield (
+            ("trainer", "packing", "compile_head"),
+            "received true with enabled: off; only packed logits are chunked; set enabled: on, or false",
+        )
     if packing.graphs and packing.enabled == "off":
         yield (
             ("trainer", "packing", "graphs"),

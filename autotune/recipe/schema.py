@@ -237,6 +237,8 @@ class PackingSection(Section):
     compile: bool = False
     """Compile the decoder layers for packed micro batches (torch.compile, ZeRO 0 to 2): fewer kernels,
     half a minute at the start."""
+    compile_head: bool = False
+    """Compile the passes over a chunk's logits into one: memory traffic that costs a small model much."""
     graphs: bool = False
     """Record packed passes as CUDA graphs and repeat them, on one GPU at ZeRO 0 in bfloat16; elsewhere it
     does nothing. Of use where a model is so small that the host cannot start its kernels fast enough.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,7 +205,17 @@ def texts(samples: Samples, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> l
     """Responses as text, without padding and special tokens."""
     ids = samples.batch.response_ids.cpu().numpy()  # [N, R]
     kept = [ids[row, : samples.lengths[row]].tolist() for row in rows]
+    backend = _plain_backend(tokenizer)
+    if backend is not None:  # the same texts; `batch_decode` looks at the type of every single id first
+        decoded: list[str] = backend.decode_batch(kept, skip_special_tokens=True)
+        return decoded
     return tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Rust tokenizer, where nothing of Python's comes after it."""
+    own = type(tokenizer)._decode.__module__ == "transformers.tokenization_utils_tokenizers"
+    return tokenizer.backend_tokenizer if own and not tokenizer.clean_up_tokenization_spaces else None
 
 
 def score_all(

@@ -39,9 +39,9 @@ Record = Callable[[Body], Body]
 
 STEP = 256
 """Tokens and kept positions of a shape are rounded up to this."""
-ROOM = 16
+ROOM = 8
 """A new shape has this part of its size as room, so that the next micro batch finds it fitting."""
-WASTE = 5
+WASTE = 4
 """A shape is used for a micro batch that leaves no more than this part of it unused."""
 MOST = 24
 """Graphs that are kept; with one more, all are dropped."""
@@ -58,15 +58,14 @@ class Shape:
     longest: int
     chunk: int
     compile: bool
+    compile_head: bool
 
     def holds(self, other: Shape) -> bool:
         """Whether `other` fits in, without much of this left over."""
-        alike = (self.width, self.longest, self.chunk, self.compile) == (
-            *(other.width, other.longest, other.chunk, other.compile),
-        )
+        sizes_of_other = replace(self, tokens=other.tokens, kept=other.kept, samples=other.samples)
         sizes = ((self.tokens, other.tokens), (self.kept, other.kept))
         fits = all(need <= size <= need * WASTE // (WASTE - 1) + STEP for size, need in sizes)
-        return alike and fits and other.samples <= self.samples
+        return sizes_of_other == other and fits and other.samples <= self.samples
 
     def roomier(self) -> Shape:
         """The shape that is made where none holds this one."""
@@ -100,6 +99,7 @@ class Slots:
             longest=shape.longest,
             chunk=shape.chunk,
             compile=shape.compile,
+            compile_head=shape.compile_head,
         )
         self.batch = TokenBatch(self._ids[None], None, self._targets[None], made(1, torch.bool)[None])
 
@@ -281,7 +281,8 @@ class Graphs:
         """The smallest known shape that holds this layout, or a new one."""
         samples, width = layout.shape
         exact = Shape(
-            *(len(layout.fed), len(layout.kept), samples, width, layout.longest, layout.chunk, layout.compile)
+            *(len(layout.fed), len(layout.kept), samples, width, layout.longest),
+            *(layout.chunk, layout.compile, layout.compile_head),
         )
         known = [shape for shape in self._shapes if shape.holds(exact)]
         if not known:

@@ -381,6 +381,7 @@ class Trainer:
             budget=section.tokens,
             chunk=section.head_tokens,
             compile=section.compile,
+            compile_head=section.compile_head,
             whole_width=self._graphs is not None,
         )
 

@@ -53,6 +53,8 @@ class Packing:
     """Positions whose logits exist at the same time."""
     compile: bool = False
     """Whether decoder layers run compiled."""
+    compile_head: bool = False
+    """Whether the passes over a chunk's logits run compiled."""
     whole_width: bool = False
     """Whether what comes out is always as wide as the longest response may be."""
 
@@ -79,6 +81,7 @@ class Layout:
     """That a sequence of this rollout can be, rounded up."""
     chunk: int
     compile: bool = False
+    compile_head: bool = False
 
 
 def packs(section: PackingSection, model: Any, device: torch.device) -> bool:
@@ -165,6 +168,7 @@ def make_layout(rows: Rows, lengths: Rows, packing: Packing, device: torch.devic
         longest=-(-(packing.prompt_width + packing.response_width) // ROUND) * ROUND,
         chunk=packing.chunk,
         compile=packing.compile,
+        compile_head=packing.compile_head,
     )
 
 
@@ -196,7 +200,8 @@ def packed_log_probs(
         if layout.compile:
             stack.enter_context(compiled_layers(inner))
         if head is not None:
-            scores = head_scores(head, targets, temperature, with_entropy, layout.chunk)
+            settings = (temperature, with_entropy, layout.chunk, layout.compile_head)
+            scores = head_scores(head, targets, *settings)
             stack.enter_context(scores)
         out = model(**_inputs(flat, layout)).logits  # [1, n, 2] or [1, n, V]
     if head is None:

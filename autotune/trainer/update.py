@@ -190,7 +190,7 @@ class Cutter:
         return tuple(self._made(part) for part in parts)
 
     def _made(self, rows: Rows) -> MicroBatch:
-        index = torch.from_numpy(rows).to(self.device)
+        index = torch.from_numpy(rows).to(self.device, non_blocking=True)
         if self.packing is None:
             return MicroBatch(index, int(self.lengths[rows].max()))
         layout = make_layout(rows, self.lengths, self.packing, self.device)

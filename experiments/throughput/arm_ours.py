@@ -95,13 +95,17 @@ class FedRollouts:
         return Taken([Example("", "")] * count, self._fed.prompts, 0)
 
     def sample(self, prompts: Any, prompt_of: Any, sample_of: Any, draw: Any) -> Any:
+        import numpy as np
         import torch
 
         from autotune.trainer.rollout.base import Responses
 
         assert self._fed is not None
         width, rows = draw.max_response_length, self._fed.responses
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
+        padded = np.zeros((len(rows), width), dtype=np.int64)  # [N, R]
+        for place, row in enumerate(rows):
+            padded[place, : len(row)] = row
+        ids = torch.from_numpy(padded).to(self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         mask = torch.arange(width, device=self._device)[None, :] < lengths[:, None]
         return Responses(ids, mask, torch.ones_like(lengths, dtype=torch.bool), None)

@@ -59,6 +59,7 @@ def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
     return Arm(f"{base.name}, {name}", base.module, (*base.options, *more))
 
 
+FUSED = without("compiled head", "trainer.packing.compile_head=true")
 PLAIN = without("no graphs", "trainer.packing.graphs=false")
 ABLATIONS = (
     without(
@@ -66,6 +67,7 @@ ABLATIONS = (
         *(f"trainer.packing.{s}" for s in ("enabled=off", "tokens=null", "compile=false", "graphs=false")),
     ),
     PLAIN,
+    FUSED,
     without("quiet groups trained", "trainer.packing.leave_out_quiet=off"),
     without("micro batches of 16", "trainer.packing.tokens=null", "trainer.micro_batch_size=16"),
     without("ZeRO 1", "deepspeed.zero_stage=1"),
@@ -110,7 +112,7 @@ def groups(tiny: bool) -> tuple[Group, ...]:
     three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
     end = {"at_once": False}
     return (
-        Group("training", "135m", (TRL_FED, OURS_FED, PLAIN), three, 6),
+        Group("training", "135m", (TRL_FED, OURS_FED, PLAIN, FUSED), (0, 1, 2, 3, 3, 2, 1, 0), 6),
         Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),

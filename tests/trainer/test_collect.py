@@ -1,12 +1,16 @@
-"""Sampling in chunks: what does not fit into memory is halved, and the run remembers."""
+"""Sampling in chunks: what does not fit into memory is halved, and the run remembers; and texts."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from autotune.errors import TrainingError
-from autotune.trainer.collect import Room, sample_all
+from autotune.trainer.collect import Room, _plain_backend, sample_all, texts
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rollout.base import Draw, Prompts, Responses, pad_prompts
 
@@ -67,3 +71,19 @@ def test_a_smaller_knob_still_counts() -> None:
 def test_one_response_that_does_not_fit_ends_the_run_with_the_next_move() -> None:
     with pytest.raises(TrainingError, match="max_response_length"):
         draw_with(Small(room=0), Room())
+
+
+def test_texts_are_those_of_the_library(tiny_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    ids = torch.randint(0, len(tokenizer), (4, 6), generator=torch.Generator().manual_seed(1))
+    lengths = np.array([6, 1, 0, 4])
+    samples = SimpleNamespace(batch=SimpleNamespace(response_ids=ids), lengths=lengths)
+    rows = np.array([3, 0, 2, 1])
+    kept = [ids[row, : lengths[row]].tolist() for row in rows]
+    wanted = [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+    assert _plain_backend(tokenizer) is not None
+    assert texts(samples, tokenizer, rows) == wanted  # type: ignore[arg-type]
+    tokenizer.clean_up_tokenization_spaces = True
+    assert _plain_backend(tokenizer) is None

@@ -169,7 +169,7 @@ def test_without_a_recording_all_goes_on(tiny_model: PreTrainedModel, scene: Sce
 def test_padding_is_sequences_of_its_own(scene: Scene) -> None:
     packing = Packing(scene.prompt_lengths.numpy(), LEFT, WIDTH, None, 7, whole_width=True)
     layout = make_layout(np.arange(TOTAL), scene.lengths, packing, CPU)
-    slots = Slots(Shape(512, 256, 32, WIDTH, 128, 7, False), CPU)
+    slots = Slots(Shape(512, 256, 32, WIDTH, 128, 7, False, False), CPU)
     slots.fill(scene.batch, layout)
     used, starts = len(layout.fed), slots.layout.starts
     assert torch.equal(starts[: TOTAL + 1], layout.starts)
@@ -182,12 +182,12 @@ def test_padding_is_sequences_of_its_own(scene: Scene) -> None:
 
 
 def test_a_shape_is_used_again_while_little_is_wasted() -> None:
-    shape = Shape(8000, 6000, 64, 256, 384, 4096, True).roomier()
-    assert (shape.tokens, shape.kept, shape.samples) == (8704, 6400, 64)
-    assert shape.holds(Shape(8700, 6390, 60, 256, 384, 4096, True))
-    assert not shape.holds(Shape(8705, 6000, 60, 256, 384, 4096, True))
-    assert not shape.holds(Shape(4000, 3000, 60, 256, 384, 4096, True))
-    assert not shape.holds(Shape(8700, 6390, 60, 128, 384, 4096, True))
+    shape = Shape(8000, 6000, 64, 256, 384, 4096, True, True).roomier()
+    assert (shape.tokens, shape.kept, shape.samples) == (9216, 6912, 64)
+    assert shape.holds(Shape(9200, 6900, 60, 256, 384, 4096, True, True))
+    assert not shape.holds(Shape(9217, 6000, 60, 256, 384, 4096, True, True))
+    assert not shape.holds(Shape(4000, 3000, 60, 256, 384, 4096, True, True))
+    assert not shape.holds(Shape(9200, 6900, 60, 128, 384, 4096, True, True))
 
 
 def test_a_run_with_recorded_passes_learns_the_same(

@@ -107,8 +107,8 @@ def train(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_head_equals_plain_autograd(temperature: float, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "compiled"), [(1, False), (7, False), (100, False), (12, True)])
+def test_the_head_equals_plain_autograd(temperature: float, chunk: int, compiled: bool) -> None:
     g = torch.Generator().manual_seed(1)
     head = torch.nn.Linear(16, 50, bias=False)
     hidden = torch.randn(23, 16, generator=g, requires_grad=True)
@@ -118,7 +118,7 @@ def test_the_head_equals_plain_autograd(temperature: float, chunk: int) -> None:
     log_p = (head(hidden) / temperature).log_softmax(dim=1)
     wanted = torch.stack([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)], dim=1)
     gradients = torch.autograd.grad((wanted * pull).sum(), [hidden, head.weight])
-    with head_scores(head, targets, temperature, True, chunk):
+    with head_scores(head, targets, temperature, True, chunk, compiled):
         got = head(hidden[None])[0]
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     ours = torch.autograd.grad((got * pull).sum(), [hidden, head.weight])
