@@ -130,7 +130,7 @@ class Conductor:
         self.results, self.folder = Path(options.results), Path(options.scratch)
         self.work = Work(**json.loads(options.work))
         self.gguf, self.deadline = options.gguf, time.monotonic() + options.seconds
-        self.retry = bool(options.retry)
+        self.retry, self.ungated = bool(options.retry), bool(options.ungated)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results.parent.mkdir(parents=True, exist_ok=True)
 
@@ -143,7 +143,8 @@ class Conductor:
 
     def append(self, row: dict[str, Any]) -> None:
         with self.results.open("a") as sink:
-            sink.write(json.dumps({"at": round(time.time()), **row}) + "\n")
+            told = {"ungated": True} if self.ungated else {}
+            sink.write(json.dumps({"at": round(time.time()), **told, **row}) + "\n")
             sink.flush()
             os.fsync(sink.fileno())
 
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="group/shape; gate/135m is the gate alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further group after this")
     parser.add_argument("--retry", action="store_true", help="groups again in which an arm failed")
+    parser.add_argument("--ungated", action="store_true", help="whatever the gate says; every line tells")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -282,7 +284,8 @@ def conduct(options: argparse.Namespace) -> None:
     wanted = [g for g in groups(options.tiny) if not options.only or f"{g.name}/{g.shape}" in options.only]
     left = [group for group in wanted if not conductor.done(group)]
     alone = [name.partition("/")[2] for name in options.only or () if name.startswith("gate/")]
-    if (left or alone) and not any(row.get("passed") for row in read(conductor.results)):
+    passed = any(row.get("passed") for row in read(conductor.results))
+    if (left or alone) and not (passed or conductor.ungated):
         conductor.gate([*alone, *(group.shape for group in left)][0])
     for group in left:
         if time.monotonic() > conductor.deadline:

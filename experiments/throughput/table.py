@@ -53,6 +53,8 @@ def render(results: list[Row], work: Work | None = None) -> str:
     blocks = [_gate(row) for row in results if row.get("group") == "gate"]
     for (group, shape), arms in collect(results).items():
         blocks.append(_group(group, shape, arms, work, rng))
+    if any(row.get("ungated") for row in results):
+        blocks.insert(0, "**The parity gate had not passed when this was measured.**")
     blocks += [
         f"{row['group']} {row['shape']} {row.get('arm', '')} failed: {row['failed'].splitlines()[0]}"
         for row in results
