@@ -64,11 +64,30 @@ def render(results: list[Row], work: Work | None = None) -> str:
 
 
 def _gate(row: Row) -> str:
-    off = ", ".join(f"{name} {value:.1e}" for name, value in row["relative"].items())
     word = "passed" if row["passed"] else "FAILED"
     versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items() if v)
-    gap = f"log-probs differ by {row['log_prob_gap']:.1e} on average"
-    return f"Parity gate {word} on {row['gpu'] or 'a CPU'} ({versions}): {off}; {gap}."
+    return f"Parity gate {word} on {row['gpu'] or 'a CPU'} ({versions}): {'; '.join(_distances(row))}."
+
+
+def _distances(row: Row) -> list[str]:
+    """The farther of padded and packed in each quantity; older lines have bfloat16 alone."""
+    if "relative" in row:
+        off = ", ".join(f"{name} {value:.1e}" for name, value in row["relative"].items())
+        return [off, f"log-probs differ by {row['log_prob_gap']:.1e} on average"]
+    told = [f"in float32 {_farthest(row['float32'])} from TRL's"]
+    if "bfloat16_from_trl" in row:
+        own = row["bfloat16_from_float32"]
+        ours = {name: side for name, side in own.items() if name != "trl"}
+        told += [
+            f"in bfloat16 {_farthest(row['bfloat16_from_trl'])} from TRL's",
+            f"from float32 ours {_farthest(ours)}, TRL's {_farthest({'trl': own['trl']})}",
+        ]
+    return told
+
+
+def _farthest(sides: dict[str, dict[str, float]]) -> str:
+    worst = {what: max(side[what] for side in sides.values()) for what in next(iter(sides.values()))}
+    return ", ".join(f"{what} {value:.1e}" for what, value in worst.items())
 
 
 def _group(group: str, shape: str, arms: dict[str, list[Row]], work: Work, rng: np.random.Generator) -> str:
