@@ -22,7 +22,8 @@ from autotune.journal import Journal, read_journal
 from autotune.recipe import load_control
 from autotune.testing.fake import FakeTrainer
 from autotune.trainer.records import RolloutRecord
-from tests.hooks.trl_runs import GROUP, LENGTH, PROMPTS, make_trainer, tiny_folder
+from tests.hooks.trl_runs import GROUP, LENGTH, PROMPTS, make_trainer
+from tests.tiny_model import tiny_folder
 
 pytestmark = pytest.mark.slow
 ROLLOUTS = 40

@@ -20,7 +20,8 @@ from autotune.journal import read_journal, winning_lines
 from autotune.replay import export, replay
 from autotune.story import Story
 from autotune.testing.contracts import GuestContract
-from tests.hooks.trl_runs import GROUP, PROMPTS, make_trainer, tiny_folder, weights
+from tests.hooks.trl_runs import GROUP, PROMPTS, make_trainer, weights
+from tests.tiny_model import tiny_folder
 
 pytestmark = pytest.mark.slow
 LR = "actor_learning_rate"

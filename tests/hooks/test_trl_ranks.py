@@ -14,7 +14,7 @@ import pytest
 from autotune.hooks.guest import JOURNAL
 from autotune.journal import read_journal
 from autotune.replay import replay
-from tests.hooks.trl_runs import tiny_folder
+from tests.tiny_model import tiny_folder
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow

@@ -20,7 +20,8 @@ from autotune.hooks.trl.knobs import find_sampler, temperature_cell
 from autotune.hooks.trl.phases import Batches
 from autotune.journal import read_journal
 from autotune.knobs import Liveness, batch_problems, updates_per_rollout
-from tests.hooks.trl_runs import GROUP, LENGTH, PROMPTS, make_trainer, tiny_folder, weights
+from tests.hooks.trl_runs import GROUP, LENGTH, PROMPTS, make_trainer, weights
+from tests.tiny_model import tiny_folder
 
 LR = "actor_learning_rate"
 

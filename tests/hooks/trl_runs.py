@@ -12,36 +12,6 @@ PROMPTS, GROUP, LENGTH = 8, 4, 6
 """Prompts of a rollout, completions of a prompt, tokens of a completion."""
 
 
-def tiny_folder(folder: Path) -> Path:
-    """A random Qwen2 of 2000 parameters and its character tokenizer, as a user's own folder."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from autotune.trainer.builtin import character_tokenizer
-
-    tokenizer = character_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                intermediate_size=24,
-                max_position_embeddings=32,
-                tie_word_embeddings=True,
-                initializer_range=0.3,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def few_fours(completions: Sequence[str], **kwargs: Any) -> list[float]:
     """Share of digits below 5, however long the text: what the tiny model can raise in a few updates."""
     return [sum(c in "01234" for c in text) / max(len(text), 1) for text in completions]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.tiny_model import tiny_folder as a_tiny_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -24,32 +26,7 @@ MakeRecipe = Callable[..., "Recipe"]
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model and a character tokenizer, as a user's own folder."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from autotune.trainer.builtin import character_tokenizer
-
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tokenizer = character_tokenizer()
-    torch.manual_seed(5)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            max_position_embeddings=32,
-            tie_word_embeddings=True,
-            initializer_range=0.3,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return a_tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

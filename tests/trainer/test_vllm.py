@@ -24,6 +24,7 @@ from autotune.trainer.loop import Trainer
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.records import RolloutRecord
 from autotune.trainer.rollout.base import Draw, Prompts, Responses, pad_prompts
+from tests.tiny_model import tiny_folder
 
 pytest.importorskip("vllm", reason="vLLM is not installed: scripts/vllm.sh makes an environment with it")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -37,30 +38,7 @@ CLOSE, APART = 1e-4, 0.05
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that vLLM's CPU attention accepts: heads of 32 numbers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from autotune.trainer.builtin import character_tokenizer
-
-    folder, tokenizer = tmp_path_factory.mktemp("model") / "tiny", character_tokenizer()
-    torch.manual_seed(5)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=96,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            initializer_range=0.3,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_folder(tmp_path_factory.mktemp("model") / "tiny", hidden=64, layers=2, context=64)
 
 
 @pytest.fixture(scope="module")
