@@ -91,6 +91,14 @@ class Group:
     """Start all at the same time; engines that profile free memory must not."""
 
 
+LARGE = ("trainer.packing.graphs=false", "trainer.packing.tokens=8192")
+
+
+def smaller(arm: Arm, *options: str) -> Arm:
+    """The same arm with micro batches that fit beside another trainer."""
+    return replace(arm, options=(*arm.options, *options))
+
+
 def each_once(ablations: Sequence[Arm]) -> tuple[int, ...]:
     """The whole at both ends, and everything that lacks something in between."""
     return (*range(len(ablations) + 1), 0)
@@ -110,6 +118,8 @@ def groups(tiny: bool) -> tuple[Group, ...]:
             Group("end to end", "tiny", (hf,), (0,), 1, 1),
         )
     three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
+    # Both sides are on the device at the same time: what a graph keeps would not fit beside the other.
+    ours_large = smaller(OURS_VLLM, *(part for s in LARGE for part in ("--set", s)))
     end = {"at_once": False}
     return (
         Group("training", "135m", (TRL_FED, OURS_FED, PLAIN, FUSED), (0, 1, 2, 3, 3, 2, 1, 0), 6),
@@ -117,9 +127,9 @@ def groups(tiny: bool) -> tuple[Group, ...]:
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
-        Group("training", "1.5b", (TRL_FED, OURS_FED), abba, 4, 2),
+        Group("training", "1.5b", (smaller(TRL_FED, "--micro", "32"), PLAIN), abba, 4, 2),
         Group("end to end", "0.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
-        Group("end to end", "1.5b", (TRL_VLLM, OURS_VLLM), abba, 4, 2, **end),
+        Group("end to end", "1.5b", (smaller(TRL_VLLM, "--micro", "16"), ours_large), abba, 4, 2, **end),
     )
 
 
@@ -191,6 +201,8 @@ class Conductor:
                     **{"turn": turn, "warm_up": warm, "rows": rows, "peak_bytes": answer["peak_bytes"]},
                 })  # fmt: skip
                 print(f"{group.name} {group.shape} {group.arms[place].name}:", _short(rows), flush=True)
+                if place not in group.order[turn + 1 :]:
+                    workers.pop(place).end(3.0)  # what it holds of the device is the others' now
 
     def drop(self, group: Group, workers: dict[int, Worker], place: int, failure: Exception) -> None:
         """Write down that an arm failed, and go on without it."""
