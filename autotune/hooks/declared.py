@@ -142,8 +142,8 @@ profile: recommended
 pin: [kl_coef]       # hands off
 ```
 
-The journal lies in the run's output folder, so `autotune replay`, `autotune ctl` and every other reader of
-a run folder work there.
+`pip install autotune-rl` goes where the trainer is installed. The journal lies in the run's output folder, so
+`autotune replay`, `autotune ctl` and every other reader of a run folder work there.
 
 - A failing adapter never stops your run. The controller stands down, the journal and the log say why, and
   training goes on with the knobs as they are.

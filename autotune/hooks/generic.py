@@ -83,6 +83,8 @@ tuner.step({"reward_mean": r, "kl_step": d, "clip_ratio": c})  # once a rollout;
     knobs=tuple(KnobRow(name, "your setter", Liveness.NEXT_ROLLOUT) for name in KNOBS),
     sensor="give `clip_ratio`, `ratio_low` and `ratio_high`, and make more than one update per rollout.",
     words=(
+        "The journal goes into `folder=`, by default `runs/generic`. Rules that compute with a knob that"
+        " was not told are off, and the log says which.",
         "`tuner.state_dict()` goes into your checkpoint (plain JSON) and `tuner.load_state_dict()`"
         " brings decisions and"
         " knobs back. `undo=` takes a function that brings back the weights from before the last"
