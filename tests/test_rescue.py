@@ -419,7 +419,7 @@ def test_the_random_arms_rate_follows_from_its_own_tuning_rows() -> None:
     found = lot.calibrate([*made, acted("recommended", 3, 99)])  # no random run beside it
     assert found is not None and found.pairs == 2 and not found.settled
     assert found.rate == pytest.approx(suite.RANDOM_RATE / 2)
-    assert "0.12" in lot.told(found)
+    assert f"{suite.RANDOM_RATE / 2:.3g}" in lot.told(found)
     assert lot.calibrate([acted("recommended", 1, 3), acted("random", 1, 6, recipe="another rate")]) is None
     assert lot.calibrate([acted("recommended", 1, 3), acted("random", 1, 3, purpose="report")]) is None
 

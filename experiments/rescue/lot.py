@@ -54,7 +54,7 @@ def _actions(rows: Sequence[Row], arm: str) -> dict[tuple[str, str, int], int]:
 def told(found: Calibration | None) -> str:
     if found is None:
         return "no tuning rows of `recommended` and `random` at the present rate; run --suite tuning first"
-    settled = "within a fifth: settled" if found.settled else f"set suite.RANDOM_RATE to {found.rate:.2f}"
+    settled = "within a fifth: settled" if found.settled else f"set suite.RANDOM_RATE to {found.rate:.3g}"
     return (
         f"rate {RANDOM_RATE:g}: {found.random:.1f} actions a run against {found.ours:.1f} of `recommended`"
         f" ({found.pairs} pairs); {settled}"
