@@ -21,7 +21,7 @@ def options(**named: object) -> argparse.Namespace:
 
 def test_the_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     lines = [f"line {k:05d} {'x' * 80}\n".encode() for k in range(2000)]
-    experiment.keep_log(lines, tmp_path / "output.txt", half=10_000)
+    experiment.keep_log(lines, tmp_path / "output.txt", half=10_000, alike=2000)
     text = (tmp_path / "output.txt").read_text()
     assert len(text) <= 20_000
     assert "line 00000" in text and "line 01999" in text and "line 01000" not in text
@@ -31,6 +31,13 @@ def test_the_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
 def test_a_short_log_is_kept_whole(tmp_path: Path) -> None:
     experiment.keep_log([b"one\n", b"two"], tmp_path / "output.txt")
     assert [line.split()[1] for line in (tmp_path / "output.txt").read_text().splitlines()] == ["one", "two"]
+
+
+def test_a_warning_for_every_sample_is_not_kept_for_every_sample(tmp_path: Path) -> None:
+    lines = [f"sample {k}: no builder\n".encode() for k in range(500)] + [b"the reason\n"]
+    experiment.keep_log(lines, tmp_path / "output.txt", alike=3)
+    kept = (tmp_path / "output.txt").read_text().splitlines()
+    assert len(kept) == 4 and kept[-1].endswith("the reason")
 
 
 def test_verl_is_ended_at_the_limit_with_all_that_it_started(tmp_path: Path) -> None:

@@ -18,14 +18,15 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -139,26 +140,40 @@ def _end_session(verl: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def keep_log(lines: Any, path: Path, half: int = 400_000) -> None:
-    """What verl prints, each line with its second: the first `half` bytes and the last."""
-    began, size, tail = time.monotonic(), 0, deque[bytes]()
+def keep_log(lines: Any, path: Path, half: int = 400_000, alike: int = 60) -> None:
+    """What verl prints, each line with its second: the first `half` bytes, and the last as many.
+
+    Of lines that differ in digits only, `alike` are kept: verl warns of some things once a sample.
+    """
+    began, written, told = time.monotonic(), 0.0, Counter[bytes]()
+    head, size, tail = 0, 0, deque[bytes]()
     with path.open("wb", buffering=0) as file:
         for line in lines:
-            line = f"{time.monotonic() - began:6.1f} ".encode() + line[:2000].rstrip(b"\n") + b"\n"
-            size += len(line)
-            if size <= 2 * half:
-                file.write(line)
+            told[kind := DIGITS.sub(b"", line[:300])] += 1
+            if told[kind] > alike:
                 continue
-            if not tail:  # full: from here on its second half is written again and again
-                text = path.read_bytes()
-                file.truncate(half)
-                tail.extend(text[half:].splitlines(keepends=True))
+            line = f"{time.monotonic() - began:6.1f} ".encode() + line[:2000].rstrip(b"\n") + b"\n"
+            if head + len(line) <= half and not tail:
+                head += file.write(line)
+                continue
             tail.append(line)
-            while sum(map(len, tail)) > half:
-                tail.popleft()
-            file.seek(half)
-            file.truncate()
-            file.write(b"".join(tail))
+            size += len(line)
+            while size > half:
+                size -= len(tail.popleft())
+            if time.monotonic() - written > 1:  # the whole tail anew: at most once a second
+                _write_tail(file, head, tail)
+                written = time.monotonic()
+        if tail:
+            _write_tail(file, head, tail)
+
+
+DIGITS = re.compile(rb"[0-9a-f]*[0-9][0-9a-f]*")
+
+
+def _write_tail(file: Any, head: int, tail: Iterable[bytes]) -> None:
+    file.seek(head)
+    file.truncate()
+    file.write(b"".join(tail))
 
 
 def set_by_hand(out: Path, values: dict[str, float]) -> None:
