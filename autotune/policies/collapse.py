@@ -74,6 +74,8 @@ class VetoAndCollapse(Policy):
     grad_z: float = 6.0
     grad_least: float = 3.0
     """A norm below this x the usual one is not wild: norms of healthy runs double while they learn."""
+    quiet: float = 0.9
+    """Share of groups without signal above which a rollout's norm is no baseline."""
     long: float = 3.0
     short: float = 0.5
     most: int = 2
@@ -194,14 +196,19 @@ class VetoAndCollapse(Policy):
         return reward_noise_sd(median(stds), prompts, group) if stds else 0.0
 
     def _gradient(self, rows: Sequence[Row]) -> Sign | None:
-        norms = [r["grad_norm"] for r in rows if "grad_norm" in r]
-        base, tail = [v for v in norms[:-3] if v > 0], norms[-3:]  # 0: a rollout without any signal
+        rows = [r for r in rows if "grad_norm" in r]
+        base = [r["grad_norm"] for r in rows[:-3] if self._had_signal(r)]
+        tail = [r["grad_norm"] for r in rows[-3:]]
         if len(base) < 5:
             return None
         usual = median(base)
         limit = max(usual + self.grad_z * max(mad_sd(base), 0.1 * usual), self.grad_least * usual)
         wild = all(value > limit for value in tail)
         return Sign(f"grad_norm {tail[-1]:.3g} above {limit:.3g}", 3, 3) if wild else None
+
+    def _had_signal(self, row: Row) -> bool:
+        """Whether its norm says what is usual: where hardly a group has mixed rewards it is next to nothing."""
+        return row["grad_norm"] > 0 and row.get("zero_std_fraction", 0.0) <= self.quiet
 
     def _length(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:
         lengths = [r["response_length_mean"] for r in rows if "response_length_mean" in r]

@@ -4,7 +4,8 @@ Watched: `response_length_mean` and its 99.5th percentile in tokens, `truncated_
 Moved: `max_response_length`.
 
     B6   mean < 60 % of the cap, truncation < 0.5 %  ->  cap down, never below 1.15 x p99.5
-    X3   truncation > 5 %                            ->  cap up by a quarter, within the recipe's limit
+    X3   truncation > 5 %                            ->  cap up by a quarter, within the recipe's limit;
+                                                         twice where nearly all answers are cut
     B6p  max_prompt_length < 1024, or prompts cut    ->  said before and during the run
     XL   lengths at 3 x their own start              ->  alarm; length and gradient noise rise together
 
@@ -76,6 +77,9 @@ class AnswersCut(Policy):
 
     threshold: float = 0.05
     factor: float = 1.25
+    nearly_all: float = 0.9
+    far: float = 2.0
+    """The factor where so many are cut that nothing says how long they would be."""
     span: float = 4.0
     """The cap stays within this x the recipe's."""
 
@@ -84,7 +88,8 @@ class AnswersCut(Policy):
         if cut is None or cut <= self.threshold:
             return None
         cap, start = ctx.knobs["max_response_length"], ctx.facts.knobs["max_response_length"]
-        after = min(math.ceil(cap * self.factor), int(start * self.span))
+        factor = self.far if cut >= self.nearly_all else self.factor
+        after = min(math.ceil(cap * factor), int(start * self.span))
         reason = f"{cut:.0%} of the responses are cut at {cap:.0f} tokens"
         return Proposal(self.id, "max_response_length", after, reason, evidence={"truncated_fraction": cut})
 

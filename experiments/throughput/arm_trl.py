@@ -36,7 +36,7 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization"
 TRAIN_STEPS = 1_000_000
 
 
-def config(work: Work, micro: int | None, vllm: bool, out: str) -> Any:
+def config(work: Work, micro: int | None, vllm: bool, out: str, bf16: bool | None = None) -> Any:
     """The GRPOConfig of one arm."""
     import torch
     from trl import GRPOConfig
@@ -56,7 +56,7 @@ def config(work: Work, micro: int | None, vllm: bool, out: str) -> Any:
         num_generations=work.group,
         max_completion_length=work.longest,
         logging_steps=work.updates,
-        bf16=gpu,
+        bf16=gpu if bf16 is None else bf16,
         **({} if gpu else {"use_cpu": True}),
     )
 

@@ -181,6 +181,13 @@ def test_gradients_of_rollouts_without_signal_are_no_baseline() -> None:
     assert kind(ask(X2, run(len(norms), grad_norm=norms))) == "quiet"
 
 
+def test_the_gradients_of_the_first_rewards_are_no_collapse() -> None:
+    """A cap below the answers gives no reward and next to no gradient; once it is raised, both come."""
+    norms = [0.001] * 12 + [0.7] * 3
+    assert kind(ask(X2, run(15, grad_norm=norms, zero_std_fraction=[0.95] * 12 + [0.3] * 3))) == "quiet"
+    assert kind(ask(X2, run(15, grad_norm=norms, zero_std_fraction=0.9))) == "collapse"
+
+
 FEW: list[float] = [0.4, 0.9, 0.4, 0.9]
 """Level 0.65, and a spread so wide that four of it are out of reach."""
 

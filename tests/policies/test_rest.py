@@ -145,11 +145,14 @@ def test_b6_trims_the_cap_only_where_the_tail_is_clear(snapshots: list[Any], aft
     assert wants(ask(CapTooHigh(), snapshots)) == (None if after is None else (CAP, after))
 
 
-@pytest.mark.parametrize(("cut", "speaks"), [(0.049, False), (0.050, False), (0.051, True)])
-def test_x3_raises_the_cap_when_answers_are_cut(cut: float, speaks: bool) -> None:
+@pytest.mark.parametrize(
+    ("cut", "after"), [(0.049, None), (0.050, None), (0.051, 500), (0.899, 500), (0.901, 800)]
+)
+def test_x3_raises_the_cap_when_answers_are_cut(cut: float, after: int | None) -> None:
+    """By a quarter; twice where nearly all of them are cut."""
     snapshots = run(WINDOW, knobs={CAP: 400}, truncated_fraction=cut)
     answer = wants(ask(AnswersCut(), snapshots, of=facts(knobs={CAP: 400})))
-    assert answer == ((CAP, 500) if speaks else None)
+    assert answer == (None if after is None else (CAP, after))
 
 
 def test_x3_stays_within_four_times_the_recipe() -> None:
