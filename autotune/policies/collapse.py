@@ -207,7 +207,7 @@ class VetoAndCollapse(Policy):
         return Sign(f"grad_norm {tail[-1]:.3g} above {limit:.3g}", 3, 3) if wild else None
 
     def _had_signal(self, row: Row) -> bool:
-        """Whether its norm says what is usual: where hardly a group has mixed rewards it is next to nothing."""
+        """Whether its norm says what is usual: with hardly a mixed group it is next to nothing."""
         return row["grad_norm"] > 0 and row.get("zero_std_fraction", 0.0) <= self.quiet
 
     def _length(self, ctx: Context, rows: Sequence[Row]) -> Sign | None:

@@ -197,7 +197,7 @@ def noisy(log_probs: torch.Tensor) -> torch.Tensor:
     """Old log-probs that put ratios inside and outside the clip range, the same on every machine.
 
     None is near its edge (0.2 is 0.18 up and 0.22 down in log-probs): there, rounding alone would decide
-    which tokens have a gradient, a tenth of them with ratios spread evenly, and gradients would differ by a fifth.
+    which tokens have a gradient: a tenth of them with ratios spread evenly, a fifth of the gradient.
     """
     steps = torch.tensor([-0.6, -0.04, 0.0, 0.04, 0.6])
     picked = torch.randint(0, len(steps), log_probs.shape, generator=torch.Generator().manual_seed(4))
