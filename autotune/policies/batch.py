@@ -140,6 +140,9 @@ class ClipTooLow(Policy):
     """Stays inside A1."""
     target: float = 0.01
     """No more updates when the drift is already at its target, nats/token."""
+    converged: float = 0.003
+    """In its place once X1 has seen the run healthy: then a plateau is convergence, and more updates only
+    make it noisier."""
 
     def propose(self, ctx: Context) -> Answer:
         level = ctx.level("clip_ratio")
@@ -163,7 +166,7 @@ class ClipTooLow(Policy):
         if ctx.literal:
             return not ctx.reward.rising_well
         drift = ctx.level("kl_step")
-        room = drift is not None and drift < self.target
+        room = drift is not None and drift < (self.converged if "X1" in ctx.anchors else self.target)
         calm = entropy_normal(ctx) and mismatch_normal(ctx)
         return ctx.reward.plateau and room and calm and signal_present(ctx)
 

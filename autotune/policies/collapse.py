@@ -3,7 +3,9 @@
 *Veto.* After the updates of one rollout `kl_step` above a hard limit, or any non-finite loss, gradient or
 drift: the weights and moments from before these updates come back and the learning rate falls to a
 third. Live from the first rollout on; a model whose reward is already 0 after the first rollout can only
-be saved by the state from before it.
+be saved by the state from before it. Right after an undone rollout the limit is half as high, ten times
+the drift that X1 steers to: a rate just under the first limit, with fresh moments, ruins a model in one or
+two rollouts.
 
 *Collapse.* Two rewards running below `level - 4 x spread` of the rewards before them, three below
 `level - 3 x spread` (as rare by chance, and a slow fall gets there first), or so many below half of
@@ -58,6 +60,8 @@ class VetoAndCollapse(Policy):
     summary: ClassVar[str] = "one rollout drifts too far, or the run collapses -> weights back, LR down"
     kl_step_limit: float = 0.3
     """Nats/token after the updates of one rollout."""
+    again: float = 0.15
+    """The limit right after an undone rollout: the smaller rate has yet to earn its trust."""
     veto_factor: float = 1 / 3
     sds: float = 4.0
     """Reward below its median by this many spreads is a sign."""
@@ -89,8 +93,9 @@ class VetoAndCollapse(Policy):
     def _veto(self, ctx: Context) -> Emergency | None:
         drift = ctx.value("kl_step")
         why = self._non_finite(ctx)
-        if drift is not None and drift > self.kl_step_limit:
-            why = f"kl_step {drift:.2g} > {self.kl_step_limit:g} after one rollout's updates"
+        limit = min(self.again, self.kl_step_limit) if ctx.vetoes else self.kl_step_limit
+        if drift is not None and drift > limit:
+            why = f"kl_step {drift:.2g} > {limit:g} after one rollout's updates"
         if not why:
             return None
         evidence = {} if drift is None else {"kl_step": drift}

@@ -3,7 +3,7 @@
 X1 is a regulator on `kl_step`, the drift from the sampling weights after the last update of a rollout
 (k3, nats/token). It moves the learning rate in proportion:
 
-    lr *= sqrt(target / median kl_step),   within [1/slew, slew] a move
+    lr *= sqrt(target / median kl_step),   within [1/slew, rise] a move
 
 It engages when the drift leaves [low, high] x target and rests when it is back within `rest` of the
 target. Once the run was seen healthy (drift in band, reward rising) only a drift below `low_healthy` x target
@@ -61,7 +61,9 @@ class StepKlTrustRegion(Policy):
     rest: float = 1.3
     """Rests within [1/rest, rest] x target."""
     slew: float = 4.0
-    """Largest factor of one move."""
+    """Largest factor of one move down."""
+    rise: float = 10.0
+    """And up: the square root stays short of the target, and a timid run loses its variety while it waits."""
     samples: int = 3
     """Samples under the present rate that a move needs."""
     span: float = 50.0
@@ -113,7 +115,7 @@ class StepKlTrustRegion(Policy):
     def _move(self, ctx: Context, level: float) -> Answer:
         now, start = ctx.knobs["actor_learning_rate"], ctx.facts.knobs["actor_learning_rate"]
         factor = math.sqrt(self.target / max(level, 1e-12))
-        factor = min(max(factor, 1 / self.slew), self.slew)
+        factor = min(max(factor, 1 / self.slew), self.rise)
         after = min(max(now * factor, start / self.span), start * self.span)
         reason = f"kl_step {level:.2g} against a target of {self.target:g} -> learning rate x{factor:.2f}"
         evidence = {"kl_step": level, "factor": factor}

@@ -1,7 +1,9 @@
 """Stalls that one band cannot see: X5 (KL pinned low) and X4 (nothing left to learn).
 
-X5 watched: the reward on a proven plateau with `kl_ref` low and steady though the coefficient is high. Moved:
-`kl_coef` / 4. A run that is held to its reference sits inside the documented KL band and learns nothing.
+X5 watched: `kl_ref` low though the coefficient is high, and either the reward on a proven plateau, or a whole
+distance from the reference of hardly more than one rollout's drift, after many rollouts: a walk of n steps
+ends up n to n^2 steps away unless it is pulled back. Moved: `kl_coef` / 4, and to where it no longer pins.
+A run that is held to its reference sits inside the documented KL band and learns nothing.
 
 X4 watched: the training reward at 95 % of its maximum, or a held-out score that falls while the training
 reward rises. It holds tuning and suggests to stop: knobs cannot help any more.
@@ -36,7 +38,7 @@ class PinnedToReference(Policy):
     id: ClassVar[str] = "X5"
     family: ClassVar[Family] = Family.REFERENCE_KL
     source: ClassVar[str] = "beyond the documents: stall with KL pinned low"
-    summary: ClassVar[str] = "reward plateau, kl_ref low, kl_coef high -> kl_coef / 4"
+    summary: ClassVar[str] = "reward plateau or a walk pulled back, kl_ref low at a high kl_coef -> lower it"
     needs: ClassVar[tuple[str, ...]] = ("kl_ref", "reward_mean")
     moves: ClassVar[tuple[str, ...]] = ("kl_coef",)
 
@@ -45,6 +47,11 @@ class PinnedToReference(Policy):
     coef_high: float = 0.05
     """A coefficient below this does not pin anything."""
     factor: float = 0.25
+    """Largest factor; from far above it goes down to `coef_high` at once."""
+    walk: float = 2.5
+    """A distance of less than this many rollouts' drifts ..."""
+    steps: int = 8
+    """... after so many rollouts is a walk that was pulled back."""
 
     def blocked(self, facts: RunFacts, knobs: Mapping[str, float]) -> str:
         return no_reference(facts)
@@ -53,13 +60,22 @@ class PinnedToReference(Policy):
         level, coef = ctx.level("kl_ref"), ctx.knobs["kl_coef"]
         if level is None or level > self.kl_low or coef < self.coef_high:
             return None
-        if ctx.reward.rising_well or ctx.reward.trend is None or not signal_present(ctx):
+        if ctx.reward.trend is None or ctx.reward.falling or not signal_present(ctx):
             return None
-        if not ctx.reward.plateau and kl_movement(ctx, 0.5) is not Movement.PLATEAU:
+        if not self._pulled_back(ctx, level) and not self._stalls(ctx):
             return None
-        after = coef * self.factor
-        reason = f"reward stalls with kl_ref {level:.2g} pinned by kl_coef {coef:.2g}"
+        after = min(coef * self.factor, self.coef_high)
+        reason = f"kl_ref {level:.2g} is pinned by kl_coef {coef:.2g}"
         return Proposal(self.id, "kl_coef", after, reason, evidence={"kl_ref": level})
+
+    def _stalls(self, ctx: Context) -> bool:
+        steady = ctx.reward.plateau or kl_movement(ctx, 0.5) is Movement.PLATEAU
+        return steady and not ctx.reward.rising_well
+
+    def _pulled_back(self, ctx: Context, level: float) -> bool:
+        drift = ctx.level("kl_step")
+        walked = len(ctx.under("kl_coef", n=self.steps)) >= self.steps
+        return walked and drift is not None and level < self.walk * drift
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,13 @@ def test_a3_wants_one_notch_more_updates(metrics: dict[str, Series], speaks: boo
     assert wants(ask(A3, timid(**metrics))) == ((MINI, 8) if speaks else None)
 
 
+@pytest.mark.parametrize(("kl_step", "speaks"), [(0.0029, True), (0.003, False), (0.009, False)])
+def test_a3_takes_the_plateau_of_a_run_that_was_healthy_for_convergence(kl_step: float, speaks: bool) -> None:
+    answer = ask(A3, timid(kl_step=kl_step), anchors={"X1": 3e-4})
+    assert (wants(answer) is not None) == speaks
+    assert wants(ask(A3, timid(kl_step=kl_step))) is not None  # nobody has seen it healthy
+
+
 @pytest.mark.parametrize("seen", [1, WINDOW, TREND - 1])
 def test_a3_waits_for_the_whole_trend_window(seen: int) -> None:
     assert wants(ask(A3, timid()[:seen])) is None

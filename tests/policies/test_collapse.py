@@ -25,6 +25,12 @@ def kind(answer: Any) -> str:
 # ---------------------------------------------------------------------------------------- veto
 
 
+@pytest.mark.parametrize(("kl_step", "expected"), [(0.15, "quiet"), (0.151, "veto")])
+def test_right_after_an_undone_rollout_half_the_drift_is_too_much(kl_step: float, expected: str) -> None:
+    assert kind(ask(X2, [snapshot(1, kl_step=kl_step)], vetoes=1)) == expected
+    assert kind(ask(VetoAndCollapse(kl_step_limit=0.1), [snapshot(1, kl_step=0.11)], vetoes=1)) == "veto"
+
+
 @pytest.mark.parametrize(
     ("kl_step", "expected"), [(0.29, "quiet"), (0.30, "quiet"), (0.301, "veto"), (2.1, "veto")]
 )

@@ -51,14 +51,16 @@ ENGAGED = {"X1": Engagement(0, START, 0.5)}
         (0.0299, None),
         (0.0300, None),
         (0.0301, (0.01 / 0.0301) ** 0.5),
-        # in proportion, slew-limited at x/÷ 4
+        # in proportion, at most / 4 and x 10
         (0.0025, 2.0),
         (0.04, 0.5),
         (0.01 / 16, 4.0),
-        (1e-5, 4.0),
+        (0.01 / 81, 9.0),
+        (0.01 / 100, 10.0),
+        (1e-5, 10.0),
         (0.16, 0.25),
         (0.29, 0.25),
-        (0.0, 4.0),
+        (0.0, 10.0),
     ],
 )
 def test_x1_moves_in_proportion_outside_its_band(kl_step: float, factor: float | None) -> None:

@@ -205,7 +205,23 @@ def test_x5_lets_go_of_a_model_that_is_pinned(
     answer = wants(
         ask(PinnedToReference(), run(TREND, knobs={"kl_coef": coef}, kl_ref=kl_ref, reward_mean=reward))
     )
-    assert answer == (("kl_coef", pytest.approx(coef / 4)) if speaks else None)
+    assert answer == (("kl_coef", pytest.approx(min(coef / 4, 0.05))) if speaks else None)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "kl_ref", "kl_step", "reward", "speaks"),
+    [
+        (8, 0.024, 0.01, RISING, True),  # eight steps, and not three of them away
+        (7, 0.024, 0.01, RISING[:7], False),
+        (8, 0.025, 0.01, RISING, False),
+        (8, 0.024, 0.01, RISING[::-1], False),
+    ],
+)
+def test_x5_sees_a_walk_that_is_pulled_back_before_the_reward_stalls(
+    rollouts: int, kl_ref: float, kl_step: float, reward: list[float], speaks: bool
+) -> None:
+    told = run(rollouts, knobs={"kl_coef": 1.0}, kl_ref=kl_ref, kl_step=kl_step, reward_mean=reward)
+    assert wants(ask(PinnedToReference(), told)) == (("kl_coef", 0.05) if speaks else None)
 
 
 # ---------------------------------------------------------------------------- optional watchers
