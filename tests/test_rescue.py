@@ -375,9 +375,12 @@ def test_the_page_is_made_of_reporting_rows_alone(tmp_path: Path, monkeypatch: p
 
     # Rows of the earlier freeze stand in the same file and are not mixed in.
     old = [row("timid", "recommended", s, 0.0) for s in suite.reporting_seeds("f" * 40, "sort6", 5)]
+    for arm, score in (("recommended", 0.7), ("without_X1", 0.4)):
+        old.append(row("timid", arm, 101, score, purpose="tuning", task="ops6x2"))
     assert command.prove([*report_rows(), *old], tmp_path / "docs") == 0
     text = (tmp_path / "docs" / "evidence.md").read_text("utf-8")
     assert "5 of 5 runs" in text and "0.097 (" in text and "fffffffffff" in text
+    assert "| X1 | 1 | 0.400 | 0.700 |" in text  # which rule earned what, on the task it was tuned on
     assert len(text.splitlines()) < 80  # a page
     assert (tmp_path / "docs" / "evidence.svg").read_text("utf-8").startswith("<svg")
 

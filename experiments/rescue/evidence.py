@@ -68,7 +68,18 @@ def page(rows: Sequence[Row], commit: str, date: str, earlier: Sequence[str] = (
     ]
     if sums := real.of_purpose(rows, PURPOSE):
         parts.insert(-2, f"## A real model\n\n{_REAL}\n\n{real.table(sums).rstrip()}")
+    if rules := _rules(rows):
+        parts.insert(-2, rules)
     return "\n\n".join(parts) + "\n", figure.figure(rows, tasks, PURPOSE)
+
+
+def _rules(rows: Sequence[Row]) -> str:
+    """What the compared starts lose without each rule, on the task that gains were tuned on."""
+    left_out = dict.fromkeys(row.task for row in rows if row.arm.startswith("without_"))
+    tables = [
+        f"On `{task}`, tuning seeds:\n\n{report.earned(rows, task, suite.COMPARED_ON)}" for task in left_out
+    ]
+    return "## Which rule earned what\n\n" + "\n".join(tables).rstrip() if tables else ""
 
 
 def _names(tasks: Sequence[str]) -> str:
