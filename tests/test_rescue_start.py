@@ -59,3 +59,19 @@ def test_what_a_killed_run_has_used_is_known() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     code, cores = start._wait(pid)
     assert code == -signal.SIGKILL and cores >= 0
+
+
+def test_on_a_gpu_no_run_starts_before_the_engine_of_the_last_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "has_gpu", lambda: True)
+    held: list[bool] = []
+
+    def up() -> bool:
+        held.append(start._STARTING.locked())
+        return False  # it never stands: the run's end frees the place too
+
+    ended = start.start(["--version"], tmp_path / "log", up=up)
+    assert ended.exit_code == 0 and ended.core_seconds > 0
+    assert held and all(held) and not start._STARTING.locked()
+    assert "autotune" in (tmp_path / "log").read_text()
