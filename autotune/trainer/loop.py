@@ -18,19 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from autotune.decisions import RunFacts
 from autotune.errors import AdapterError, CheckpointError, ControlStop
 from autotune.recipe import Recipe, knob_vector, recipe_facts
-from autotune.trainer.algorithms import ALGORITHMS
 from autotune.trainer.checkpoint import (
     checkpoint_rollout,
     load_checkpoint,
@@ -48,41 +41,26 @@ from autotune.trainer.collect import (
     sample_all,
     score_all,
 )
-from autotune.trainer.credit import Credit, critic_credit, group_credit, kl_penalty
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
 from autotune.trainer.graphs import Graphs
-from autotune.trainer.group import agree_on
 from autotune.trainer.interrupts import TogetherInterrupts, held_interrupts
 from autotune.trainer.live import LiveKnobs
-from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
-from autotune.trainer.mismatch import OldLogProbs, Trust, old_log_probs
 from autotune.trainer.order import Stream, torch_seed
-from autotune.trainer.packing import Packing, packs
+from autotune.trainer.packing import packs
 from autotune.trainer.parts import build_parts
-from autotune.trainer.ranks import Rows
 from autotune.trainer.records import RolloutRecord
 from autotune.trainer.rollout.base import Draw, pad_prompts
 from autotune.trainer.schedule import factor
+from autotune.trainer.scoring import Scoring, loss_knobs
 from autotune.trainer.update import (
-    BatchKnobs,
-    Cutter,
     Experience,
-    MicroBatch,
     MiniBatch,
     Updater,
-    first_epoch,
-    fixed_subset,
-    make_plan,
-    measure_drift,
-    score_samples,
     seeded_dropout,
     with_signal,
 )
-
-WITHOUT_GRADIENT = 2
-"""A pass without gradient holds no activations: so many times a micro batch's tokens."""
 
 OnPhase = Callable[[str, int], None]
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -270,14 +248,15 @@ class Trainer:
             with self._whole_weights():
                 data = self._sampled(clock)
                 self._interrupts.obey()
-                plan = self._plan(data)
+                scoring = self._scoring(data)
+                plan = scoring.plan()
                 meters = self._meters(len(plan))
-                experience = self._experience(data, plan, meters, clock)
+                experience = scoring.experience(plan, meters, clock)
             plan = with_signal(plan, experience.advantages)
             with clock.phase("update"):
                 moved = self._update(plan, experience, meters)
             with clock.phase("kl_step_forward"), self.parts.engine.whole_weights():
-                self._measure_drift(experience, data.kept, meters)
+                scoring.drift(experience, meters)
                 meters.send(self.parts.ranks)
             measured = meters.finish(self.parts.ranks)
         return RolloutRecord(
@@ -349,42 +328,6 @@ class Trainer:
         self._tell_news()
         return samples, scores
 
-    def _plan(self, data: Collected) -> list[MiniBatch]:
-        samples = data.kept
-        plan = make_plan(
-            samples.lengths,
-            torch.ones(len(samples.lengths)),  # whether there is signal is known later
-            BatchKnobs(**{name: self.live.count(name) for name in BatchKnobs.__slots__}),
-            (self.recipe.seed, self.rollout),
-            self.parts.ranks,
-            self.parts.engine.device,
-            self._packing(samples),
-            self._quiet(data),
-        )
-        # A rank with one backward pass more would wait in it for the others, and they elsewhere.
-        agree_on("the micro-batches of every update", [len(mini.micro) for mini in plan])
-        return plan
-
-    def _cutter(self, samples: Samples) -> Cutter:
-        size, ranks = self.live.count("micro_batch_size"), self.parts.ranks
-        return Cutter(samples.lengths, size, ranks, self.parts.engine.device, self._packing(samples))
-
-    def _packing(self, samples: Samples) -> Packing | None:
-        if not self._packed:
-            return None
-        section, batch = self.recipe.trainer.packing, samples.batch
-        group = len(samples.lengths) // len(samples.prompt_lengths)
-        return Packing(
-            prompt_lengths=samples.prompt_lengths.repeat(group),
-            prompt_width=batch.prompt_ids.shape[1],
-            response_width=batch.response_ids.shape[1],
-            budget=section.tokens,
-            chunk=section.head_tokens,
-            compile=section.compile,
-            compile_head=section.compile_head,
-            whole_width=self._graphs is not None,
-        )
-
     def _recorded_passes(self) -> Graphs | None:
         """CUDA graphs, where the recipe wants them and this run can: packed, on a GPU, alone at ZeRO 0."""
         optimizer = self.parts.engine.flat_optimizer
@@ -392,17 +335,11 @@ class Trainer:
             return None
         return Graphs(optimizer) if self.parts.engine.device.type == "cuda" else None
 
-    def _quiet(self, data: Collected) -> NDArray[np.bool_] | None:
-        """Samples whose advantage is 0 while nothing else acts on them, [N]; None to train on all."""
-        trainer, knobs = self.recipe.trainer, self._loss_knobs()
-        wanted = trainer.packing.leave_out_quiet
-        wanted_here = wanted == "on" or (wanted == "auto" and self._packed)
-        acts_on_all = trainer.has_critic or trainer.kl.placement == "reward"
-        if not wanted_here or acts_on_all or knobs.kl_coef > 0 or knobs.entropy_coef > 0:
-            return None
-        algorithm = ALGORITHMS[trainer.algorithm]
-        credit = group_credit(algorithm, data.rewards, None, self.live.count("rollout_n"))
-        return (credit.advantages == 0).numpy()
+    def _scoring(self, data: Collected) -> Scoring:
+        """What is computed from this rollout's samples, under its knobs."""
+        return Scoring(
+            self.recipe, self.parts, self.live, data, self.rollout, self._packed, self._graphs, self._note
+        )
 
     def _meters(self, updates: int) -> Meters:
         return Meters(
@@ -415,92 +352,6 @@ class Trainer:
             has_critic=self.parts.critic is not None,
         )
 
-    def _experience(
-        self,
-        data: Collected,
-        plan: list[MiniBatch],
-        meters: Meters,
-        clock: PhaseClock,
-    ) -> Experience:
-        """Log-probs of the sampling weights, once, of the reference, and the credit for it all."""
-        parts, batch, temperature = self.parts, data.kept.batch, self.live["temperature"]
-        micro = self._scored(plan, data.kept)
-        with clock.phase("old_log_prob"):
-            old = self._old_log_probs(data.kept, micro)
-        ref = None
-        with clock.phase("reference"):
-            if parts.reference is not None:
-                ref, _ = score_samples(
-                    parts.reference, batch, micro, temperature, parts.ranks, graphs=self._graphs
-                )
-        if parts.ranks.rank == 0:  # everybody holds all of it, and meters are summed over ranks
-            self._meter_sampled(old, ref, data.kept, meters)
-        credit = self._credit(data, old.log_probs, ref, micro, clock)
-        advantages = credit.advantages.to(old.log_probs.device)
-        return Experience(batch, advantages, old.log_probs, ref, credit.targets, old.importance)
-
-    def _scored(self, plan: list[MiniBatch], samples: Samples) -> list[MicroBatch]:
-        """Micro batches for the passes without gradient: those of the first epoch, whose ratios are then
-        exactly 1 at first; with a token budget, all samples in as few as fit it."""
-        cutter = self._cutter(samples)
-        packing = cutter.packing
-        if packing is None or packing.budget is None:
-            return first_epoch(plan, self.live.count("ppo_epochs"))
-        wider = replace(packing, budget=WITHOUT_GRADIENT * packing.budget)
-        return list(replace(cutter, packing=wider).parts(np.arange(len(samples.lengths))))
-
-    def _old_log_probs(self, samples: Samples, micro: list[MicroBatch]) -> OldLogProbs:
-        """The trainer's log-probs of the sampling weights, or the sampler's where these may stand in."""
-        parts, rollout = self.parts, self.recipe.rollout
-
-        def score(rows: Rows | None) -> tuple[Tensor, Tensor]:
-            some = micro
-            if rows is not None:
-                mine = parts.ranks.share(rows)
-                some = list(self._cutter(samples).of_one_rank(mine))
-            batch, temperature = samples.batch, self.live["temperature"]
-            return score_samples(parts.model, batch, some, temperature, parts.ranks, True, self._graphs)
-
-        spare = rollout.old_log_probs == "sampler"
-        subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
-        trust = Trust(spare, rollout.mismatch_bound, rollout.cap())
-        mask = samples.batch.response_mask
-        old = old_log_probs(score, samples.sampler_log_probs, mask, subset, trust)
-        if old.mismatch is not None and old.seen is None:
-            self._note(
-                "rollout/mismatch",
-                f"sampler and trainer differ by {old.mismatch:.3g} nats per token, above mismatch_bound"
-                f" {rollout.mismatch_bound:g}: the old log-probs were recomputed",
-            )
-        return old
-
-    def _meter_sampled(self, old: OldLogProbs, ref: Tensor | None, samples: Samples, meters: Meters) -> None:
-        """Facts of the sampling weights, over the samples that the trainer has scored itself."""
-
-        def seen(whole: Tensor | None) -> Tensor | None:
-            if whole is None or old.seen is None:
-                return whole
-            return whole[torch.from_numpy(old.seen).to(whole.device)]
-
-        mask = samples.batch.response_mask
-        everything = (old.trainer, old.entropy, ref, samples.sampler_log_probs, mask)
-        meters.add_sampled(*(seen(whole) for whole in everything))  # type: ignore[arg-type]
-
-    def _credit(
-        self, data: Collected, old: Tensor, ref: Tensor | None, micro: list[MicroBatch], clock: PhaseClock
-    ) -> Credit:
-        """Advantages of the kept samples, and the critic's targets."""
-        trainer, critic, mask = self.recipe.trainer, self.parts.critic, data.kept.batch.response_mask
-        penalty = None
-        if ref is not None and trainer.kl.placement == "reward":
-            penalty = kl_penalty(old, ref, mask, self.live["kl_coef"])  # [N, R]
-        if critic is None:
-            algorithm = ALGORITHMS[trainer.algorithm]
-            return group_credit(algorithm, data.rewards, penalty, self.live.count("rollout_n"))
-        with clock.phase("values"):
-            values = critic.score(data.kept.batch, micro, self.parts.ranks)  # [N, R]
-        return critic_credit(data.rewards, penalty, values, mask, trainer.critic)
-
     def _update(self, plan: list[MiniBatch], experience: Experience, meters: Meters) -> list[bool]:
         """All updates of this rollout; says which of them moved the weights."""
         engine, critic, recipe = self.parts.engine, self.parts.critic, self.recipe
@@ -509,7 +360,12 @@ class Trainer:
             critic.engine.set_learning_rate(self.live["critic_learning_rate"] * self._factor(self.rollout))
         self._before = [e.snapshot() for e in self._engines] if recipe.trainer.veto_snapshot else []
         updater = Updater(
-            engine, experience, self._loss_knobs(), self.live["temperature"], critic, self._graphs
+            engine,
+            experience,
+            loss_knobs(recipe, self.live),
+            self.live["temperature"],
+            critic,
+            self._graphs,
         )
         moved = []
         self._half_done = True
@@ -520,26 +376,6 @@ class Trainer:
                     self._on_phase("update", self.rollout)
                 self._interrupts.obey()
         return moved
-
-    def _loss_knobs(self) -> LossKnobs:
-        trainer = self.recipe.trainer
-        in_loss = trainer.kl.placement == "loss"
-        return LossKnobs(
-            clip_low=self.live["clip_range_low"],
-            clip_high=self.live["clip_range_high"],
-            kl_coef=self.live["kl_coef"] if in_loss else 0.0,
-            kl_estimator=trainer.kl.estimator,
-            entropy_coef=self.live["entropy_coef"],
-            ratio=trainer.loss_kind,
-            average=trainer.average(),
-            longest=self.live.count("max_response_length"),
-        )
-
-    def _measure_drift(self, experience: Experience, samples: Samples, meters: Meters) -> None:
-        subset = fixed_subset(len(samples.lengths), self.recipe.trainer.kl_step_responses)
-        parts = self._cutter(samples).of_one_rank(self.parts.ranks.share(subset))
-        temperature = self.live["temperature"]
-        measure_drift(self.parts.model, experience, parts, temperature, meters, self._graphs)
 
     def _scalars(
         self,

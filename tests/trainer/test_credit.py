@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from autotune.recipe import Recipe
-from autotune.trainer import loop as loop_module
+from autotune.trainer import scoring as scoring_module
 from autotune.trainer.collect import Collected, Samples, Scores, collect
 from autotune.trainer.forward import TokenBatch
 from autotune.trainer.loop import Trainer
 from autotune.trainer.records import RolloutRecord
+from autotune.trainer.scoring import loss_knobs
 
 MakeRecipe = Callable[..., Recipe]
 REWARD = {"placement": "reward"}
@@ -43,20 +44,21 @@ def test_a_kl_in_the_reward_is_in_no_loss_and_in_no_logged_reward(
     make_recipe: MakeRecipe, start: Callable[..., Trainer], algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = start(make_recipe(algorithm=algorithm, rollouts=3, kl_coef=0.5, kl=REWARD))
-    assert trainer._loss_knobs().kl_coef == 0.0
+    assert loss_knobs(trainer.recipe, trainer.live).kl_coef == 0.0
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     name = "critic_credit" if algorithm == "ppo" else "group_credit"
-    original, at = getattr(loop_module, name), 1 if algorithm == "ppo" else 2
-    experience = trainer._experience
+    original, at = getattr(scoring_module, name), 1 if algorithm == "ppo" else 2
+    experience = scoring_module.Scoring.experience
 
     def spy(*args: Any) -> Any:
         rewards = args[0] if algorithm == "ppo" else args[1]
         seen.append((rewards, args[at], original(*args).advantages))
         return original(*args)
 
-    monkeypatch.setattr(loop_module, name, spy)
+    monkeypatch.setattr(scoring_module, name, spy)
     built: list[Any] = []
-    monkeypatch.setattr(trainer, "_experience", lambda *a: built.append(experience(*a)) or built[-1])
+    spied = lambda *a: built.append(experience(*a)) or built[-1]  # noqa: E731
+    monkeypatch.setattr(scoring_module.Scoring, "experience", spied)
     records: list[RolloutRecord] = []
 
     def on_rollout(record: RolloutRecord) -> None:
@@ -81,8 +83,8 @@ def test_a_kl_in_the_loss_is_in_no_reward(
     make_recipe: MakeRecipe, start: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = start(make_recipe(rollouts=1, kl_coef=0.5))
-    assert trainer._loss_knobs().kl_coef == 0.5
-    monkeypatch.setattr(loop_module, "kl_penalty", lambda *a: pytest.fail("it is in the loss already"))
+    assert loss_knobs(trainer.recipe, trainer.live).kl_coef == 0.5
+    monkeypatch.setattr(scoring_module, "kl_penalty", lambda *a: pytest.fail("it is in the loss already"))
     trainer.run(lambda record: None)
 
 

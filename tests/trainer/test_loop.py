@@ -15,7 +15,7 @@ import torch
 from autotune.errors import AdapterError, CheckpointError, ControlStop
 from autotune.metrics import METRICS, read_metric, spec_of
 from autotune.recipe import Recipe
-from autotune.trainer import loop as loop_module
+from autotune.trainer import scoring as scoring_module
 from autotune.trainer.checkpoint import find_checkpoints
 from autotune.trainer.loop import Trainer, checkpoint_rollout
 from autotune.trainer.records import RolloutRecord
@@ -237,13 +237,13 @@ def test_old_log_probs_are_computed_once_and_kept(
     make_recipe: MakeRecipe, start: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[object] = []
-    original = loop_module.score_samples
+    original = scoring_module.score_samples
 
     def counted(model: object, *args: Any, **kwargs: Any) -> Any:
         models.append(model)
         return original(model, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop_module, "score_samples", counted)
+    monkeypatch.setattr(scoring_module, "score_samples", counted)
     seen: list[tuple[bool, bool, int]] = []
     trainer = start(make_recipe({"eval": {"every": 0}}, rollouts=1, ppo_epochs=3))
     trainer.parts.model.register_forward_hook(
