@@ -66,7 +66,7 @@ def main() -> None:
         rehearse(lines, files)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that verl is ended too
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, f"hydra.run.dir={out / 'hydra'}"]
     code = run(command, out, options)
     result = summary(out, code)
     (out / "result.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")

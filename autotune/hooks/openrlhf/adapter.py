@@ -33,6 +33,7 @@ from autotune.hooks.base import (
 )
 from autotune.hooks.openrlhf import workers
 from autotune.hooks.openrlhf.declared import DECLARED, MISSING
+from autotune.hooks.remote import length_view, rate_capability, same_on_all, unavailable, zero_std_view
 from autotune.knobs import Capability, Liveness
 from autotune.logs.tables import OPENRLHF, find
 from autotune.metrics import METRICS, Snapshot, Validity
@@ -104,26 +105,26 @@ class OpenRLHFAdapter(SingleProcess):
         table["kl_coef"] = self._kl_capability()
         table["train_batch_size"] = self._batch_capability()
         policy = self._policy()
-        table["actor_learning_rate"] = _rate_capability("actor", policy["peak"])
+        table["actor_learning_rate"] = rate_capability("actor", policy["peak"])
         if math.isnan(policy["entropy_coef"]):
-            table["entropy_coef"] = _unavailable("it started as None: start with --actor.entropy_coef 0")
+            table["entropy_coef"] = unavailable("it started as None: start with --actor.entropy_coef 0")
         if self.trainer.generate_kwargs.get("max_new_tokens") is None:
             why = "--rollout.max_new_tokens is not set: answers fill up to data.max_len"
-            table["max_response_length"] = _unavailable(why)
+            table["max_response_length"] = unavailable(why)
         if self.args.train.batch_size % self.args.rollout.n_samples_per_prompt:
             why = "train.batch_size is no whole number of prompts"
-            table["ppo_mini_batch_size"] = _unavailable(why)
+            table["ppo_mini_batch_size"] = unavailable(why)
         if self._has_critic:
-            table["critic_learning_rate"] = _rate_capability("critic", self._critic()["peak"])
+            table["critic_learning_rate"] = rate_capability("critic", self._critic()["peak"])
         else:
             table.pop("critic_learning_rate")
         return table
 
     def _kl_capability(self) -> Capability:
         if not self._has_reference:
-            return _unavailable("--algo.kl.init_coef is 0: no reference model was made at the start")
+            return unavailable("--algo.kl.init_coef is 0: no reference model was made at the start")
         if self.args.algo.kl.target:
-            return _unavailable("--algo.kl.target is set: OpenRLHF moves the coefficient itself")
+            return unavailable("--algo.kl.target is set: OpenRLHF moves the coefficient itself")
         return Capability(Liveness.NEXT_ROLLOUT)
 
     def _batch_capability(self) -> Capability:
@@ -342,36 +343,16 @@ def rollout_view(
     """
     if not rewards or not len(prompts) == len(rewards) == len(lengths) == len(totals):
         return {}
-    ordered = sorted(lengths)
     before = [total - length for total, length in zip(totals, lengths, strict=True)]
     groups: dict[str, list[float]] = {}
     for prompt, reward in zip(prompts, rewards, strict=True):
         groups.setdefault(prompt, []).append(reward)
     view = {
-        f"response_length_p{name}": ordered[min(math.ceil(q * len(ordered)), len(ordered)) - 1]
-        for name, q in (("50", 0.5), ("95", 0.95), ("995", 0.995))
+        **length_view(lengths),
+        "prompt_length_mean": sum(before) / len(before),
+        "prompt_length_max": max(before),
     }
-    view["response_length_max"] = ordered[-1]
-    view["prompt_length_mean"], view["prompt_length_max"] = sum(before) / len(before), max(before)
-    if any(len(group) > 1 for group in groups.values()):
-        view["zero_std_fraction"] = sum(min(g) == max(g) for g in groups.values()) / len(groups)
-    return view
-
-
-def same_on_all(answers: list[dict[str, float]]) -> dict[str, float]:
-    """One actor's numbers where all agree, NaN where they do not."""
-    first, *others = answers
-    return {k: v if all(o[k] == v for o in others) else math.nan for k, v in first.items()}
-
-
-def _rate_capability(role: str, peak: float) -> Capability:
-    if math.isnan(peak):
-        return Capability(Liveness.RESTART, f"the {role}'s schedule is not one that can be rescaled")
-    return Capability(Liveness.NEXT_ROLLOUT)
-
-
-def _unavailable(reason: str) -> Capability:
-    return Capability(Liveness.UNAVAILABLE, reason)
+    return view | zero_std_view(groups)
 
 
 def _ray_get(references: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.errors import AdapterError
+from autotune.hooks.remote import rates, set_peak
 
 
 def read_policy(actor: Any) -> dict[str, float]:
@@ -60,15 +61,7 @@ def set_rate(actor: Any, role: str, value: float) -> None:
         AdapterError: the schedule cannot be scaled.
     """
     schedule = _schedule(actor, role)
-    if not _scalable(schedule):
-        raise AdapterError(
-            f"the {role}'s schedule {type(schedule).__name__} cannot be rescaled while it runs"
-        )
-    factor = value / schedule.base_lrs[0]
-    schedule.base_lrs = [value, *(base * factor for base in schedule.base_lrs[1:])]
-    for group in schedule.optimizer.param_groups:
-        group["lr"] *= factor
-    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+    set_peak(schedule, schedule.optimizer, role, value)
 
 
 def set_batch(actor: Any, role: str, samples: int, dynamic: bool) -> None:
@@ -102,14 +95,9 @@ def _common(actor: Any, role: str) -> dict[str, float]:
         "ppo_epochs": float(trainer.max_epochs),
         "samples": float(trainer.strategy.args.train.batch_size),
         "accumulate": float(trainer.strategy.accumulated_gradient),
-        "peak": float(schedule.base_lrs[0]) if _scalable(schedule) else float("nan"),
-        "rate": float(schedule.optimizer.param_groups[0]["lr"]),
+        **rates(schedule, schedule.optimizer),
     }
 
 
 def _schedule(actor: Any, role: str) -> Any:
     return getattr(actor.trainer, f"{role}_scheduler")
-
-
-def _scalable(schedule: Any) -> bool:
-    return bool(getattr(schedule, "base_lrs", None)) and schedule.base_lrs[0] > 0

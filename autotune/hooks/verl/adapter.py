@@ -33,6 +33,7 @@ from autotune.hooks.base import (
     set_all_or_none,
     snapshot_of,
 )
+from autotune.hooks.remote import length_view, rate_capability, same_on_all, unavailable, zero_std_view
 from autotune.hooks.verl import workers
 from autotune.hooks.verl.declared import DECLARED, MISSING
 from autotune.knobs import Capability, Liveness
@@ -122,14 +123,14 @@ class VerlAdapter(SingleProcess):
         table = {row.name: Capability(row.liveness, row.note) for row in DECLARED.knobs}
         for name in ("ppo_mini_batch_size", "ppo_epochs", "temperature"):
             table[name] = live
-        loss = _unavailable(self._no_loss_call()) if self._no_loss_call() else live
+        loss = unavailable(self._no_loss_call()) if self._no_loss_call() else live
         table |= dict.fromkeys(IN_LOSS, loss)
         table["kl_coef"] = self._kl_capability(loss)
-        table["actor_learning_rate"] = self._rate_capability("actor", self._actor()["peak"])
+        table["actor_learning_rate"] = rate_capability("actor", self._actor()["peak"])
         if not self.trainer.use_critic:
             table.pop("critic_learning_rate")
         else:
-            table["critic_learning_rate"] = self._rate_capability("critic", self._critic()["peak"])
+            table["critic_learning_rate"] = rate_capability("critic", self._critic()["peak"])
         reason = self._no_train_batch()
         table["train_batch_size"] = Capability(Liveness.RESTART, reason) if reason else live
         return table
@@ -142,23 +143,18 @@ class VerlAdapter(SingleProcess):
     def _kl_capability(self, loss: Capability) -> Capability:
         in_loss, in_reward = self._kl_in_loss, bool(self._at("algorithm.use_kl_in_reward"))
         if not self._has_reference:
-            return _unavailable("no KL is configured, so verl built no reference model at the start")
+            return unavailable("no KL is configured, so verl built no reference model at the start")
         if in_loss and in_reward:
-            return _unavailable(
+            return unavailable(
                 "KL stands both in the loss and in the reward: one of the two should go first"
             )
         if in_reward and self._at("algorithm.kl_ctrl.type") != "fixed":
-            return _unavailable("algorithm.kl_ctrl.type is adaptive: verl moves the coefficient itself")
+            return unavailable("algorithm.kl_ctrl.type is adaptive: verl moves the coefficient itself")
         return loss if in_loss else Capability(Liveness.NEXT_ROLLOUT)
 
     @property
     def _kl_in_loss(self) -> bool:
         return bool(self._at(f"{ACTOR}.use_kl_loss"))
-
-    def _rate_capability(self, role: str, peak: float) -> Capability:
-        if math.isnan(peak):
-            return Capability(Liveness.RESTART, f"the {role}'s schedule is not one that can be rescaled")
-        return Capability(Liveness.NEXT_ROLLOUT)
 
     def _no_train_batch(self) -> str:
         if self._at("data.gen_batch_size") != 1:
@@ -412,7 +408,7 @@ def rollout_view(
     real = [k for k, tag in enumerate(tags) if not tag.get("is_padding", False)]
     if not real:
         return {}
-    lengths = sorted(int(tags[k]["response_len"]) for k in real)
+    lengths = [int(tags[k]["response_len"]) for k in real]
     cut = sum(tags[k]["response_len"] >= _limit(tags[k], cap, total_cap) for k in real)
     rewards = [scores[k] for k in real]
     groups: dict[str, list[float]] = {}
@@ -424,25 +420,14 @@ def rollout_view(
         "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
         "truncated_fraction": cut / len(real),
         "response_length_mean": sum(lengths) / len(lengths),
-        "response_length_max": float(lengths[-1]),
-        **{f"response_length_p{name}": _quantile(lengths, q) for name, q in _QUANTILES.items()},
+        **length_view(lengths),
     }
-    if any(len(group) > 1 for group in groups.values()):
-        view["zero_std_fraction"] = sum(min(g) == max(g) for g in groups.values()) / len(groups)
-    return view
-
-
-_QUANTILES = {"50": 0.5, "95": 0.95, "995": 0.995}
+    return view | zero_std_view(groups)
 
 
 def _limit(tag: Mapping[str, Any], cap: int, total_cap: int | None) -> int:
     """The smaller of the two caps for this sample."""
     return min(cap, total_cap - int(tag["prompt_len"])) if total_cap else cap
-
-
-def _quantile(ordered: list[int], q: float) -> float:
-    """Nearest rank."""
-    return float(ordered[min(math.ceil(q * len(ordered)), len(ordered)) - 1])
 
 
 def _scalar(value: Any) -> float | None:
@@ -453,16 +438,6 @@ def _scalar(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _unavailable(reason: str) -> Capability:
-    return Capability(Liveness.UNAVAILABLE, reason)
-
-
-def same_on_all(answers: list[dict[str, float]]) -> dict[str, float]:
-    """One worker's numbers where all agree, NaN where they do not."""
-    first, *others = answers
-    return {k: v if all(o[k] == v for o in others) else math.nan for k, v in first.items()}
 
 
 def ray_call(handles: list[Any], fn: Callable[..., Any], *args: Any) -> list[Any]:

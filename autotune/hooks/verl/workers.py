@@ -3,9 +3,6 @@
 A worker of verl holds its models by role in `worker_dict`: the actor's `TrainingWorker` is the field
 `actor` of the role that begins with "actor", the critic's is the entry "critic" itself. Values come
 back as plain floats, so that the driver compares ranks without loading anything of theirs.
-
-The schedule owns the learning rate: verl's `LambdaLR` writes `base_lr x factor` into the optimizer once a
-step, so a rate that is set in the optimizer alone lasts until then. Both are moved by the same factor.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.errors import AdapterError
+from autotune.hooks.remote import rates, set_peak
 
 
 def read_actor(worker: Any) -> dict[str, float]:
@@ -40,21 +38,7 @@ def set_rate(worker: Any, role: str, value: float) -> None:
         AdapterError: the schedule is no `LambdaLR`, or its rate is 0 and cannot be scaled.
     """
     engine = _training(worker, role).engine
-    schedule = engine.lr_scheduler
-    if not scalable(schedule):
-        raise AdapterError(
-            f"the {role}'s schedule {type(schedule).__name__} cannot be rescaled while it runs"
-        )
-    factor = value / schedule.base_lrs[0]
-    schedule.base_lrs = [value, *(base * factor for base in schedule.base_lrs[1:])]
-    for group in engine.optimizer.param_groups:
-        group["lr"] *= factor
-    schedule._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
-
-
-def scalable(schedule: Any) -> bool:
-    """Whether this is a schedule of torch's kind, with a peak that is not 0."""
-    return bool(getattr(schedule, "base_lrs", None)) and schedule.base_lrs[0] > 0
+    set_peak(engine.lr_scheduler, engine.optimizer, role, value)
 
 
 def set_temperature(worker: Any, value: float) -> None:
@@ -76,6 +60,4 @@ def _training(worker: Any, role: str) -> Any:
 
 
 def _rates(training: Any) -> dict[str, float]:
-    schedule = training.engine.lr_scheduler
-    peak = float(schedule.base_lrs[0]) if scalable(schedule) else float("nan")
-    return {"peak": peak, "rate": float(training.engine.optimizer.param_groups[0]["lr"])}
+    return rates(training.engine.lr_scheduler, training.engine.optimizer)
