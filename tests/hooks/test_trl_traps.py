@@ -16,7 +16,7 @@ from autotune.decisions import Restore
 from autotune.errors import AdapterError, InputError
 from autotune.hooks.guest import JOURNAL
 from autotune.hooks.trl import AutotuneCallback
-from autotune.hooks.trl.knobs import find_sampler, temperature_cell
+from autotune.hooks.trl.knobs import TrlKnobs, find_sampler, temperature_cell
 from autotune.hooks.trl.phases import Batches
 from autotune.journal import read_journal
 from autotune.knobs import Liveness, batch_problems, updates_per_rollout
@@ -243,6 +243,13 @@ def test_another_trainer_is_refused_with_the_way_to_go() -> None:
         AutotuneCallback(object(), {"mode": "off"})
 
 
+def test_a_second_callback_is_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers would warn and call both."""
+    run = Run(folder, tmp_path, 1)
+    with pytest.raises(InputError, match="already"):
+        AutotuneCallback(run.trainer, {"mode": "off"})
+
+
 # -- acting ---------------------------------------------------------------------------------------
 
 
@@ -268,6 +275,21 @@ def test_only_the_groups_would_last_one_update(folder: Path, tmp_path: Path) -> 
     run.between[0] = groups_alone
     run.train()
     assert run.trainer.optimizer.param_groups[0]["lr"] == 2e-3
+
+
+def test_under_deepspeed_rate_and_batches_stay_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    """Its engine keeps the accumulation, and steps a schedule of its own inside `backward`."""
+    run = Run(folder, tmp_path, 1).train()
+    run.trainer.is_deepspeed_enabled = True
+    table = TrlKnobs(run.trainer, run.trainer.get_train_dataloader()).capability()
+    assert "DeepSpeed" in table["ppo_mini_batch_size"].reason and "DeepSpeed" in table["ppo_epochs"].reason
+    assert table[LR].reason and not table[LR].acts and table["clip_range_high"].acts
+
+
+def test_a_schedule_without_base_rates_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    run = Run(folder, tmp_path, 1).train()
+    run.trainer.lr_scheduler = SimpleNamespace()
+    assert "no base rates" in run.adapter.live.capability()[LR].reason
 
 
 def test_parameter_groups_keep_their_proportions(folder: Path, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class AutotuneCallback(TrainerCallback, ExportableState):
             self.__dict__ = AutotuneCallback._latest.__dict__
             return
         _check_kind(trainer)
+        _check_alone(trainer)
         self.trainer, self.control = trainer, read_control(control)
         self.hook_wanted, self.keep_bytes = hook, keep_bytes
         self.accept_version, self.reward_maximum, self.name = accept_version, reward_maximum, name
@@ -360,4 +361,17 @@ def _check_kind(trainer: Any) -> None:
         raise InputError(
             f"received a {type(trainer).__name__}; expected a trl.GRPOTrainer. For any other trainer call"
             " autotune.hooks.generic.Autotune from a callback of your own"
+        )
+
+
+def _check_alone(trainer: Any) -> None:
+    """transformers only warns of a second callback of one class, and calls both.
+
+    Raises:
+        InputError: the trainer has one already.
+    """
+    if any(isinstance(callback, AutotuneCallback) for callback in trainer.callback_handler.callbacks):
+        raise InputError(
+            "this trainer has an AutotuneCallback already, and a second one would set the same knobs;"
+            " expected one"
         )
