@@ -154,8 +154,9 @@ python -m verl.trainer.main_ppo … +autotune.control=/path/to/control.yaml""",
         " stood in for FSDP"
         " and vLLM. And by `experiments/verl_smollm2` through verl's own entry point with FSDP2 and a"
         " vLLM server on a CPU: ten rollouts of a tiny model, every live knob set and read back; the sampler"
-        " received the weights and did not load them there. On one H200 it came as far as the vLLM"
-        " server so far.",
+        " received the weights and did not load them there. And on one H200 with FSDP and vLLM: 25"
+        " rollouts of SmolLM2-135M, seven knobs set and read back from the workers, every decision"
+        " recomputed from the journal (`experiments/verl_smollm2/results`).",
         "Weights cannot be brought back in a running verl, so an emergency lowers the learning rate"
         " and says from which"
         " checkpoint to start again.",
