@@ -198,7 +198,7 @@ class Graphs:
         """
         self._optimizer = optimizer
         self._weights: Sequence[Tensor] = optimizer.weights
-        self._record = record
+        self._given, self._record = record, record
         self._passes: dict[tuple[Any, ...], _Pass] = {}
         self._shapes: list[Shape] = []
         self.failure = ""
@@ -297,7 +297,7 @@ class Graphs:
     def _pass(self, name: tuple[Any, ...], make: Callable[[], _Pass]) -> _Pass:
         if name not in self._passes:
             if len(self._passes) >= MOST:
-                self._passes.clear()
+                self._drop()
             self._passes[name] = make()
             return self._passes[name]
         found = self._passes[name]
@@ -307,6 +307,11 @@ class Graphs:
             except RuntimeError as error:
                 self.failure = f"recording a CUDA graph failed: {error}"
         return found
+
+    def _drop(self) -> None:
+        """Give all graphs back, and their pool: torch takes no pool again whose last graph is gone."""
+        self._passes.clear()
+        self._record = self._given
 
     def _recorder(self) -> Record:
         if self._record is None:

@@ -6,6 +6,7 @@ same buffers: whatever a graph would read from a buffer, it reads from there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,29 @@ def test_without_a_recording_all_goes_on(tiny_model: PreTrainedModel, scene: Sce
     torch.testing.assert_close(torch.stack(engine.gradients), torch.stack(plain.gradients))
     assert "not permitted" in graphs.news()
     assert graphs.news() == ""
+
+
+def test_graphs_that_were_dropped_leave_their_pool_behind(
+    tiny_model: PreTrainedModel, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses a pool's handle once its last graph is gone: recording would end for good."""
+    pools, used = itertools.count(), []  # type: ignore[var-annotated]
+
+    def record_into(pool: int) -> Callable[[Body], Body]:
+        def record(body: Body) -> Body:
+            used.append(pool)
+            return body
+
+        return record
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr("autotune.trainer.graphs.record_cuda", record_into)
+    monkeypatch.setattr("autotune.trainer.graphs.MOST", 2)
+    graphs, micro = Graphs(FlatAdamW(list(tiny_model.parameters()), lr=1e-3)), first_epoch(plan_of(scene), 1)
+    for temperature in (1.0, 0.9, 0.8):  # each is a pass of its own
+        for _ in range(2):
+            score_samples(tiny_model, scene.batch, micro[:1], temperature, Ranks(), False, graphs)
+    assert used == [0, 0, 1]
 
 
 def test_padding_is_sequences_of_its_own(scene: Scene) -> None:
