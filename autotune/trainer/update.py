@@ -39,6 +39,7 @@ from autotune.trainer.order import mini_batches
 from autotune.trainer.packing import (
     Layout,
     Packing,
+    cut,
     cut_alike,
     make_layout,
     packed_log_probs,
@@ -182,7 +183,9 @@ class Cutter:
         return self.of_one_rank(self.ranks.share(rows))
 
     def of_one_rank(self, rows: Rows) -> tuple[MicroBatch, ...]:
-        """All of `rows`, which are this rank's, cut by samples."""
+        """All of `rows`, which are this rank's; other ranks may have more parts or fewer."""
+        if self.packing is not None and self.packing.budget is not None:
+            return self.made(cut(rows, token_counts(self.lengths, self.packing), self.packing.budget))
         parts = np.split(rows, range(self.size, len(rows), self.size))
         return self.made([part for part in parts if len(part)])
 

@@ -25,6 +25,7 @@ from autotune.trainer.packing import Packing, cut, cut_alike, make_layout, packe
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.update import (
     BatchKnobs,
+    Cutter,
     Experience,
     MiniBatch,
     Updater,
@@ -255,6 +256,17 @@ def test_micro_batches_keep_to_the_budget(scene: Scene) -> None:
         assert np.concatenate(parts).tolist() == list(range(TOTAL))
         assert all(sizes[part].sum() <= budget or len(part) == 1 for part in parts)
     assert len(cut(np.arange(TOTAL), sizes, 1000)) == 1
+
+
+def test_the_passes_over_a_subset_keep_to_the_budget_too(scene: Scene) -> None:
+    """With a budget, `micro_batch_size` in samples says nothing about memory: its default is 128."""
+    rows, packing = np.arange(0, TOTAL, 2), scene.packing(20)
+    sizes = packing.prompt_lengths + np.maximum(scene.lengths - 1, 0)
+    parts = [
+        part.index.numpy() for part in Cutter(scene.lengths, 128, Ranks(), CPU, packing).of_one_rank(rows)
+    ]
+    assert np.concatenate(parts).tolist() == rows.tolist()
+    assert all(sizes[part].sum() <= 20 for part in parts)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
