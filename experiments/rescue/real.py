@@ -99,9 +99,10 @@ def figure(rows: Sequence[Row]) -> str:
     top = max((max(r.curve) for r in rows if r.curve), default=0.0)
     if not top:
         return ""
-    panel, high = (WIDTH - LEFT) / len(STARTS), HEIGHT - TOP - 46
+    starts = [start for start in STARTS if any(row.start == start for row in rows)]
+    panel, high = (WIDTH - LEFT) / len(starts), HEIGHT - TOP - 46
     marks = []
-    for at, start in enumerate(STARTS):
+    for at, start in enumerate(starts):
         x, wide = LEFT + at * panel, panel - 16
         marks.append(f'<text x="{x + wide / 2:.0f}" y="22" text-anchor="middle">{escape(start)}</text>')
         ticks = [v / 5 for v in range(6) if v / 5 <= top]

@@ -1,0 +1,34 @@
+"""The real model's experiment: which runs it makes, and what it shows of rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from experiments.rescue.runs import Row
+from experiments.smollm2 import __main__ as smollm2
+
+
+def test_every_start_runs_off_and_acting_with_three_seeds_and_once_in_shadow() -> None:
+    arms = Counter((job.start, job.arm) for job in smollm2.jobs())
+    shadow = arms.pop(("well_set", "shadow"))
+    assert shadow == 1 and set(arms.values()) == {3}
+    assert set(arms) == {(s, a) for s in ("well_set", "timid", "aggressive") for a in ("fixed", "recommended")}
+
+
+def test_table_and_curves_come_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def made(arm: str, score: float) -> Row:
+        row = Row("tuning", "sums", "timid", arm, 101, "", "", 0, 100.0, 90.0, score=score)
+        row.curve = [0.1, score]
+        return row
+
+    rows = [made("fixed", 0.05), made("recommended", 0.55)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    assert smollm2.main(["table", "--out", str(tmp_path)]) == 0
+    assert "| timid | act | 1 | 0.550" in capsys.readouterr().out
+    curves = (tmp_path / "curves.svg").read_text("utf-8")
+    assert curves.count("<polyline") == 2 and ">timid<" in curves and ">well_set<" not in curves
