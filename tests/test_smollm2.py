@@ -17,7 +17,8 @@ def test_every_start_runs_off_and_acting_with_three_seeds_and_once_in_shadow() -
     arms = Counter((job.start, job.arm) for job in smollm2.jobs())
     shadow = arms.pop(("well_set", "shadow"))
     assert shadow == 1 and set(arms.values()) == {3}
-    assert set(arms) == {(s, a) for s in ("well_set", "timid", "aggressive") for a in ("fixed", "recommended")}
+    starts = ("well_set", "timid", "aggressive")
+    assert set(arms) == {(start, arm) for start in starts for arm in ("fixed", "recommended")}
 
 
 def test_table_and_curves_come_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Meters:
         self._histograms = histograms  # [2, RATIO_BINS + 2]: all updates, last update
         self._rollout = rollout  # [len(ROLLOUT_SUMS)]
         self._sent: Tensor | None = None  # all of it on the host
-        self._arrival: torch.cuda.Event | None = None
+        self._arrival: Any = None
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self._updates * len(UPDATE_SUMS), 2 * _BINS, len(ROLLOUT_SUMS)]
@@ -197,7 +198,8 @@ class Meters:
         self._sent = torch.empty(total.shape, dtype=total.dtype, pin_memory=on_gpu)
         self._sent.copy_(total, non_blocking=True)
         if on_gpu:
-            self._arrival = torch.cuda.Event()
+            event: Any = torch.cuda.Event  # torch gives it no types
+            self._arrival = event()
             self._arrival.record()
 
     def finish(self, ranks: Ranks) -> Measured:
