@@ -95,7 +95,7 @@ def check(recipe: Recipe, ranks: int = 1) -> Checked:
         rules = [replace(rule, can_act=False, reason=reason) if rule.on else rule for rule in rules]
     lacking = missing(recipe)
     others = other_entries(recipe, lacking)
-    return Checked(recipe, sizes_of(recipe, ranks), rules, list(advise(recipe)), lacking, others)
+    return Checked(recipe, sizes_of(recipe, ranks), rules, list(advise(recipe, ranks)), lacking, others)
 
 
 def sizes_of(recipe: Recipe, ranks: int = 1) -> Sizes:
@@ -121,7 +121,7 @@ def sizes_of(recipe: Recipe, ranks: int = 1) -> Sizes:
     )
 
 
-def advise(recipe: Recipe) -> Iterator[Advice]:
+def advise(recipe: Recipe, ranks: int = 1) -> Iterator[Advice]:
     """The rules that speak before a run (A1, A2, B5b, B6p, B8, XT), and one of plain sense."""
     yield from preflight.advise(
         knob_vector(recipe),
@@ -134,8 +134,18 @@ def advise(recipe: Recipe) -> Iterator[Advice]:
         yield Advice("", warning)
     if recipe.deepspeed.config is not None:
         yield from (Advice("", f"{recipe.deepspeed.config}: {note}") for note in plan(recipe.deepspeed).notes)
+    if ranks > 1:
+        yield from _of_one_rank(recipe, ranks)
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:
         yield Advice("", "lr_schedule.warmup lasts the whole run: the full learning rate never comes")
+
+
+def _of_one_rank(recipe: Recipe, ranks: int) -> Iterator[Advice]:
+    """What is asked for and needs a rank that is alone."""
+    packing = recipe.trainer.packing
+    asked = {"graphs": packing.graphs, "leave_out_quiet": packing.leave_out_quiet == "on"}
+    for name in (name for name, wanted in asked.items() if wanted):
+        yield Advice("", f"packing.{name} does nothing on {ranks} ranks: it needs one that is alone")
 
 
 def _fingerprint_here(recipe: Recipe) -> dict[str, str]:

@@ -221,6 +221,14 @@ def test_what_is_done_at_once_is_divided_by_the_ranks(recipe) -> None:
     assert (two.micro_samples, two.backward_passes) == (64, 1)
 
 
+def test_what_needs_a_rank_alone_is_told_on_several(recipe) -> None:
+    alone = ("deepspeed.zero_stage=0", "trainer.packing.graphs=true", "trainer.micro_batch_size=64")
+    quiet = ("trainer.kl_coef=0", "trainer.packing.leave_out_quiet=on")
+    for ranks, told in ((1, []), (2, ["packing.graphs", "packing.leave_out_quiet"])):
+        texts = [item.text for item in check(recipe(*alone, *quiet), ranks).advice]
+        assert [text.split()[0] for text in texts if "does nothing on" in text] == told
+
+
 def test_the_report_is_json(recipe) -> None:
     data = json.loads(json.dumps(report(check(recipe()))))
     assert data["valid"] and data["folder"] == "runs/r-1" and data["sizes"]["updates"] == 4

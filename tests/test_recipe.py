@@ -218,6 +218,9 @@ def test_all_problems_come_at_once_with_their_lines(write) -> None:
         ("rollout: {engine: vllm, log_probs: some, importance_cap: 3}", "could not be weighted"),
         ("trainer: {packing: {enabled: off, compile_head: true}}", "only packed logits are chunked"),
         ("trainer: {packing: {enabled: off, graphs: true}}", "only packed passes are recorded"),
+        ("trainer: {packing: {graphs: true}}", "received true with zero_stage 1; passes are recorded at"),
+        ("{deepspeed: {zero_stage: 0}, model: {dtype: float32}, trainer: {packing: {graphs: true}}}",
+         "passes are recorded in bfloat16 alone"),
         ("trainer: {packing: {leave_out_quiet: on}}", "whose terms act on every token"),
         ("trainer: {packing: {leave_out_quiet: on}, algorithm: ppo}", "a critic learns from every response"),
         ("model: {path: builtin:digit}", "unknown built-in model"),
@@ -241,6 +244,14 @@ def test_all_problems_come_at_once_with_their_lines(write) -> None:
 )  # fmt: skip
 def test_one_problem_is_one_line(write, text: str, message: str) -> None:
     assert re.search(message, only(write(text)))
+
+
+def test_the_stage_in_a_deepspeed_file_counts(write, tmp_path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    path = write("{deepspeed: {config: ds.json}, trainer: {packing: {compile: true}}}")
+    assert "gathers weights by hooks" in only(path)
+    (tmp_path / "ds.json").write_text("{}")  # ZeRO 0
+    load_recipe(write("{deepspeed: {config: ds.json}, trainer: {packing: {compile: true, graphs: true}}}"))
 
 
 def test_a_misspelt_batch_size_is_not_also_called_off_the_lattice(write) -> None:

@@ -17,6 +17,7 @@ from autotune.errors import RecipeError
 from autotune.knobs import ALIASES, KNOBS, batch_problems, divisors, fit_micro_batch
 from autotune.recipe import explain
 from autotune.recipe.data_checks import check_rewards, check_task
+from autotune.recipe.deepspeed import plan
 from autotune.recipe.deepspeed_checks import check_deepspeed
 from autotune.recipe.facts import knob_vector
 from autotune.recipe.model_checks import check_model, check_offline
@@ -267,7 +268,9 @@ def _packing(recipe: Recipe) -> Found:
             ("trainer", "packing", "graphs"),
             "received true with enabled: off; only packed passes are recorded; set enabled: on, or false",
         )
-    if packing.compile and recipe.deepspeed.zero_stage == 3:
+    elif packing.graphs:
+        yield from _graphs(recipe)
+    if packing.compile and _stage(recipe) == 3:
         yield (
             ("trainer", "packing", "compile"),
             "received true with zero_stage 3, which gathers weights by hooks on the layers; set it to false",
@@ -281,6 +284,31 @@ def _packing(recipe: Recipe) -> Found:
             f"received on with kl_coef {t.kl_coef:g} and entropy_coef {t.entropy_coef:g}, whose terms act"
             " on every token; set it to auto or off, or both coefficients to 0",
         )
+
+
+def _graphs(recipe: Recipe) -> Found:
+    """What keeps passes from being recorded wherever the run takes place."""
+    key: Key = ("trainer", "packing", "graphs")
+    if stage := _stage(recipe):
+        yield (
+            key,
+            f"received true with zero_stage {stage}; passes are recorded at zero_stage 0 alone; set that, or"
+            " false",
+        )
+    if recipe.model.dtype == "float32":
+        yield (
+            key,
+            "received true with model.dtype: float32; passes are recorded in bfloat16 alone; set dtype to"
+            " auto or bfloat16, or this to false",
+        )
+
+
+def _stage(recipe: Recipe) -> int | None:
+    """ZeRO's stage, from the recipe or its DeepSpeed file; None where that file cannot be used."""
+    try:
+        return plan(recipe.deepspeed).stage
+    except ValueError:
+        return None
 
 
 def _run_dir(recipe: Recipe) -> Found:

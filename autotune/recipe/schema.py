@@ -240,9 +240,10 @@ class PackingSection(Section):
     compile_head: bool = False
     """Compile the passes over a chunk's logits into one: memory traffic that costs a small model much."""
     graphs: bool = False
-    """Record packed passes as CUDA graphs and repeat them, on one GPU at ZeRO 0 in bfloat16; elsewhere it
-    does nothing. Of use where a model is so small that the host cannot start its kernels fast enough.
-    Each new size of a micro batch, and each knob of the loss that moves, is recorded anew."""
+    """Record packed passes as CUDA graphs and repeat them, on one GPU at ZeRO 0 in bfloat16; elsewhere the
+    recipe is refused, or the run notes that nothing is recorded. Of use where a model is so small that the
+    host cannot start its kernels fast enough. Each new size of a micro batch, and each knob of the loss
+    that moves, is recorded anew."""
     leave_out_quiet: Literal["auto", "on", "off"] = "auto"
     """Groups without signal (advantages 0) get no backward pass. Their tokens still count in the loss's
     average, so the gradient is the same. Not done while the KL or entropy coefficient is above 0, with

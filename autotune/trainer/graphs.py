@@ -157,6 +157,21 @@ def _wholes(data: Experience) -> tuple[Tensor | None, ...]:
     return data.old_log_probs, data.ref_log_probs, data.advantages, mask, data.importance
 
 
+def hindrance(optimizer: FlatAdamW | None, packed: bool, device: torch.device) -> str:
+    """Why a run cannot record its passes; empty where it can.
+
+    Args:
+        optimizer: of the engine, where that is alone with its weights at ZeRO 0 in bfloat16.
+        packed: whether passes have no padding.
+        device: where they run.
+    """
+    if device.type != "cuda":
+        return "there is no CUDA device"
+    if not packed:
+        return "layers of this model cannot be packed"
+    return "" if optimizer is not None else "it needs one rank at ZeRO 0 in bfloat16"
+
+
 def record_cuda(pool: Any) -> Record:
     """Recording by CUDA, all graphs in one memory pool: they never run at the same time."""
 

@@ -43,7 +43,7 @@ from autotune.trainer.collect import (
 )
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
-from autotune.trainer.graphs import Graphs
+from autotune.trainer.graphs import Graphs, hindrance
 from autotune.trainer.interrupts import TogetherInterrupts, held_interrupts
 from autotune.trainer.live import LiveKnobs
 from autotune.trainer.meters import Measured, Meters
@@ -148,6 +148,8 @@ class Trainer:
                 self._save()
             for text in self.parts.task.notes if self.rollout == 0 else ():
                 self._note("task", text)
+            if self.recipe.trainer.packing.graphs and self._graphs is None:
+                self._note("packing/graphs", f"nothing is recorded: {self._unrecorded()}")
             while not self._over():
                 self._one_rollout(on_rollout)
                 self._on_phase("between", self.rollout)
@@ -331,9 +333,14 @@ class Trainer:
     def _recorded_passes(self) -> Graphs | None:
         """CUDA graphs, where the recipe wants them and this run can: packed, on a GPU, alone at ZeRO 0."""
         optimizer = self.parts.engine.flat_optimizer
-        if not (self.recipe.trainer.packing.graphs and self._packed and optimizer):
+        if not self.recipe.trainer.packing.graphs or self._unrecorded() or optimizer is None:
             return None
-        return Graphs(optimizer) if self.parts.engine.device.type == "cuda" else None
+        return Graphs(optimizer)
+
+    def _unrecorded(self) -> str:
+        """Why there are no CUDA graphs although the recipe may ask for them."""
+        engine = self.parts.engine
+        return hindrance(engine.flat_optimizer, self._packed, engine.device)
 
     def _scoring(self, data: Collected) -> Scoring:
         """What is computed from this rollout's samples, under its knobs."""

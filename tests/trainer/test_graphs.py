@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from autotune.trainer.engine import StepResult
 from autotune.trainer.flat import FlatAdamW
-from autotune.trainer.graphs import Body, Graphs, Shape, Slots
+from autotune.trainer.graphs import Body, Graphs, Shape, Slots, hindrance
 from autotune.trainer.loop import Trainer
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
@@ -239,3 +239,24 @@ def test_a_run_with_recorded_passes_learns_the_same(
         for name in ("reward_mean", "loss", "grad_norm", "entropy", "kl_ref"):
             assert mine.scalars[name] == pytest.approx(wanted.scalars[name], rel=2e-2, abs=1e-3), name
     assert all(np.isfinite(r.scalars["grad_norm"]) for r in recorded)
+
+
+def test_a_run_that_cannot_record_says_so(make_recipe: Callable[..., Any], tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    def hear(name: str, payload: dict[str, Any]) -> None:
+        if name == "note":
+            told.append((payload["about"], payload["text"]))
+
+    trainer = Trainer(make_recipe(rollouts=1, packing={"graphs": True}), tmp_path, on_event=hear)
+    trainer.run(lambda record: None)
+    trainer.close()
+    assert told == [("packing/graphs", "nothing is recorded: there is no CUDA device")]
+
+
+def test_what_keeps_a_run_from_recording(tiny_model: PreTrainedModel) -> None:
+    optimizer, gpu = FlatAdamW(list(tiny_model.parameters()), lr=1e-3), torch.device("cuda")
+    assert hindrance(optimizer, True, gpu) == ""
+    assert "no CUDA device" in hindrance(optimizer, True, CPU)
+    assert "cannot be packed" in hindrance(optimizer, False, gpu)
+    assert "one rank at ZeRO 0 in bfloat16" in hindrance(None, True, gpu)
