@@ -92,7 +92,6 @@ class Meters:
         self._has_reference = has_reference
         self._has_critic = has_critic
         self._ratio = ratio
-        self._mismatch_known = False
         width = updates * len(UPDATE_SUMS) + 2 * _BINS + len(ROLLOUT_SUMS)
         self._buffer = torch.zeros(width, dtype=torch.float64, device=device)
         rows, histograms, rollout = self._views(self._buffer)
@@ -123,7 +122,6 @@ class Meters:
             kl = _k3(ref_log_probs - old_log_probs)  # [B, R]
             self._add(self._rollout, ROLLOUT_SUMS, "kl_ref", _masked_sum(kl, mask))
         if sampler_log_probs is not None:
-            self._mismatch_known = True
             told = mask & ~sampler_log_probs.isnan()  # [B, R]
             mismatch = _k3(old_log_probs - sampler_log_probs)  # [B, R]
             self._add(self._rollout, ROLLOUT_SUMS, "mismatch_tokens", told.sum())
@@ -256,7 +254,7 @@ class Meters:
         scalars["kl_step"] = _ratio(sums["kl_step_last"], sums["last_tokens"])
         if self._has_reference:
             scalars["kl_ref"] = _ratio(sums["kl_ref"], sums["tokens"])
-        if self._mismatch_known:
+        if sums["mismatch_tokens"]:  # with `log_probs: some`, those told may all have been replaced
             scalars["kl_mismatch"] = _ratio(sums["kl_mismatch"], sums["mismatch_tokens"])
         return scalars
 

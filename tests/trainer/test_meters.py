@@ -146,6 +146,14 @@ def test_mismatch_is_over_the_tokens_whose_log_probs_the_sampler_told() -> None:
     assert meters.finish(Ranks()).scalars["kl_mismatch"] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_mismatch_that_nobody_could_measure_is_no_number_at_all() -> None:
+    """Not NaN, which is a fault: dynamic sampling may replace every prompt whose log-probs were told."""
+    old, mask = -torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    meters = Meters(1, LOW, HIGH, False, CPU)
+    meters.add_sampled(old, -old, None, torch.full((2, 2), math.nan), mask)
+    assert "kl_mismatch" not in meters.finish(Ranks()).scalars
+
+
 def test_bins() -> None:
     ratios = torch.tensor([0.0, 0.1, 0.125001, 1.0, 0.99999, 7.9999, 8.001, torch.inf, torch.nan])
     assert ratio_bins(ratios.log()).tolist() == [0, 0, 1, 33, 32, 64, 65, 65, 65]
