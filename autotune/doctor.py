@@ -283,11 +283,25 @@ def hardware() -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "cpu"
 
 
-def _compiler() -> Finding:
-    found = next((path for c in ("c++", "g++", "clang++") if (path := shutil.which(c))), None)
+def _compiler(recipe: Recipe | None = None) -> Finding:
+    """The C++ compiler; passes compiled for a GPU are content with one for C."""
+    compiled = recipe is not None and _compiles(recipe)
+    names = ("c++", "g++", "clang++", *(("cc", "gcc", "clang") if compiled else ()))
+    found = next((path for c in names if (path := shutil.which(c))), None)
     if found:
         return Finding("compiler", Level.OK, found)
+    if compiled:
+        advice = "apt install g++, or set trainer.packing.compile and compile_head to false"
+        return Finding("compiler", Level.BAD, "none", advice)
     return Finding("compiler", Level.NOTE, "none", "training needs none; reasoning-gym's installation does")
+
+
+def _compiles(recipe: Recipe) -> bool:
+    """Whether torch compiles this recipe's passes here, in the middle of the first rollout."""
+    packing = recipe.trainer.packing
+    if packing.enabled == "off" or not (packing.compile or packing.compile_head):
+        return False
+    return packing.enabled == "on" or _gpu().level is Level.OK
 
 
 def _folders() -> Iterator[Finding]:
@@ -320,7 +334,7 @@ def missing(recipe: Recipe) -> list[Finding]:
         finding = _judge(by_name[name], needed)
         if asked and finding.found == "missing":
             findings.append(finding)
-    return findings + [f for f in [_compiler()] if f.level is not Level.OK]
+    return findings + [f for f in [_compiler(recipe)] if f.level is not Level.OK]
 
 
 def require(recipe: Recipe) -> None:

@@ -215,6 +215,18 @@ def test_a_missing_compiler_is_only_a_note(recipe, monkeypatch: pytest.MonkeyPat
     assert note.level is Level.NOTE and "training needs none" in note.advice
 
 
+def test_what_is_compiled_needs_a_compiler(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    for name in ("compile", "compile_head"):
+        wanted = recipe("trainer.packing.enabled=on", f"trainer.packing.{name}=true")
+        found = next(item for item in check(wanted).missing if item.what == "compiler")
+        assert found.level is Level.BAD and "compile_head to false" in found.advice
+        with pytest.raises(EnvironmentProblem, match=r"a run needs compiler \(none\)"):
+            doctor.require(wanted)
+    padded_here = check(recipe("trainer.packing.compile=true"))  # auto, and no GPU can be asked
+    assert next(item for item in padded_here.missing if item.what == "compiler").level is Level.NOTE
+
+
 def test_what_is_done_at_once_is_divided_by_the_ranks(recipe) -> None:
     one, two = check(recipe()).sizes, check(recipe("trainer.micro_batch_size=64"), ranks=2).sizes
     assert (one.micro_samples, one.backward_passes) == (128, 1)
