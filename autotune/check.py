@@ -134,6 +134,9 @@ def advise(recipe: Recipe, ranks: int = 1) -> Iterator[Advice]:
         yield Advice("", warning)
     if recipe.deepspeed.config is not None:
         yield from (Advice("", f"{recipe.deepspeed.config}: {note}") for note in plan(recipe.deepspeed).notes)
+    if recipe.trainer.has_critic and recipe.trainer.packing.tokens is not None:
+        text = "packing.tokens counts what the actor reads: the critic pads the same responses to the longest"
+        yield Advice("", f"{text}, so lower it where memory is short")
     if ranks > 1:
         yield from _of_one_rank(recipe, ranks)
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:

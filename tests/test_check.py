@@ -233,6 +233,12 @@ def test_what_is_done_at_once_is_divided_by_the_ranks(recipe) -> None:
     assert (two.micro_samples, two.backward_passes) == (64, 1)
 
 
+def test_a_critic_beside_a_token_budget_is_told_of(recipe) -> None:
+    for algorithm, told in (("ppo", True), ("grpo", False)):
+        given = recipe(f"trainer.algorithm={algorithm}", "trainer.packing.tokens=4096")
+        assert any("the critic pads" in item.text for item in check(given).advice) == told
+
+
 def test_what_needs_a_rank_alone_is_told_on_several(recipe) -> None:
     alone = ("deepspeed.zero_stage=0", "trainer.packing.graphs=true", "trainer.micro_batch_size=64")
     quiet = ("trainer.kl_coef=0", "trainer.packing.leave_out_quiet=on")

@@ -213,6 +213,8 @@ def test_all_problems_come_at_once_with_their_lines(write) -> None:
         ("trainer: {packing: {enabled: off, tokens: 4096}}", "cut by micro_batch_size"),
         ("trainer: {packing: {enabled: off, compile: true}}", "only packed layers are compiled"),
         ("{deepspeed: {zero_stage: 3}, trainer: {packing: {compile: true}}}", "gathers weights by hooks"),
+        ("trainer: {packing: {enabled: off, head_tokens: 64}}", "received 64 with enabled: off; only packed"),
+        ("rollout: {mismatch_bound: 0.01}", "old_log_probs: recompute, which asks nobody"),
         ("rollout: {log_probs: some}", "whose log-probs cost nothing"),
         ("rollout: {engine: vllm, log_probs: some, old_log_probs: sampler}", "most responses have none"),
         ("rollout: {engine: vllm, log_probs: some, importance_cap: 3}", "could not be weighted"),

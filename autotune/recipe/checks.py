@@ -24,7 +24,9 @@ from autotune.recipe.model_checks import check_model, check_offline
 from autotune.recipe.rollout_checks import check_rollout
 from autotune.recipe.schedule import KnobSchedule, load_schedule
 from autotune.recipe.schema import (
+    PackingSection,
     Recipe,
+    RolloutSection,
     TrainerSection,
 )
 from autotune.recipe.source import Document, Key
@@ -224,6 +226,13 @@ def _kl(recipe: Recipe) -> Found:
 
 def _sampler_log_probs(recipe: Recipe) -> Found:
     rollout = recipe.rollout
+    unread = rollout.mismatch_bound != RolloutSection.model_fields["mismatch_bound"].default
+    if unread and rollout.old_log_probs == "recompute":
+        yield (
+            ("rollout", "mismatch_bound"),
+            f"received {rollout.mismatch_bound:g} with old_log_probs: recompute, which asks nobody's; set"
+            " old_log_probs: sampler, or remove the line",
+        )
     if rollout.log_probs == "all":
         return
     if rollout.engine == "hf":
@@ -245,6 +254,27 @@ def _sampler_log_probs(recipe: Recipe) -> Found:
         )
 
 
+OF_PACKED = {
+    "head_tokens": "only packed logits are chunked",
+    "compile": "only packed layers are compiled",
+    "compile_head": "only packed logits are chunked",
+    "graphs": "only packed passes are recorded",
+}
+"""Field of `packing` -> why padded passes do not read it."""
+
+
+def _padded(packing: PackingSection) -> Found:
+    """Fields that mean nothing without packing; a resolved recipe names every field."""
+    for name, why in OF_PACKED.items():
+        value, default = getattr(packing, name), PackingSection.model_fields[name].default
+        if value != default:
+            shown, back = explain.shown(value), explain.shown(default)
+            yield (
+                ("trainer", "packing", name),
+                f"received {shown} with enabled: off; {why}; set enabled: on, or {back}",
+            )
+
+
 def _packing(recipe: Recipe) -> Found:
     packing, t = recipe.trainer.packing, recipe.trainer
     if packing.enabled == "off" and packing.tokens is not None:
@@ -253,21 +283,8 @@ def _packing(recipe: Recipe) -> Found:
             f"received {packing.tokens} with enabled: off; padded micro batches are cut by"
             " micro_batch_size; remove the line, or set enabled: on",
         )
-    if packing.compile and packing.enabled == "off":
-        yield (
-            ("trainer", "packing", "compile"),
-            "received true with enabled: off; only packed layers are compiled; set enabled: on, or false",
-        )
-    if packing.compile_head and packing.enabled == "off":
-        yield (
-            ("trainer", "packing", "compile_head"),
-            "received true with enabled: off; only packed logits are chunked; set enabled: on, or false",
-        )
-    if packing.graphs and packing.enabled == "off":
-        yield (
-            ("trainer", "packing", "graphs"),
-            "received true with enabled: off; only packed passes are recorded; set enabled: on, or false",
-        )
+    if packing.enabled == "off":
+        yield from _padded(packing)
     elif packing.graphs:
         yield from _graphs(recipe)
     if packing.compile and _stage(recipe) == 3:
