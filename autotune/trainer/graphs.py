@@ -45,6 +45,8 @@ WASTE = 4
 """A shape is used for a micro batch that leaves no more than this part of it unused."""
 MOST = 24
 """Graphs that are kept; with one more, all are dropped."""
+PAYS = 4
+"""Passes per kept graph, recording included, below which a run is told that its graphs do not pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +220,14 @@ class Graphs:
         self._shapes: list[Shape] = []
         self.failure = ""
         """Why nothing is recorded any more."""
-        self._told = False
+        self._untold = ""
+        self._count = 0  # passes since all graphs were dropped
+        self._wasteful = False
 
     def news(self) -> str:
-        """Why nothing is recorded any more, once."""
-        told, self._told = self._told, bool(self.failure)
-        return "" if told else self.failure
+        """Why nothing is recorded any more, or why that does not pay; once."""
+        told, self._untold = self._untold, ""
+        return told
 
     def train(
         self,
@@ -310,6 +314,7 @@ class Graphs:
         return hash(tuple(weight.data_ptr() for weight in self._weights))
 
     def _pass(self, name: tuple[Any, ...], make: Callable[[], _Pass]) -> _Pass:
+        self._count += 1
         if name not in self._passes:
             if len(self._passes) >= MOST:
                 self._drop()
@@ -320,13 +325,21 @@ class Graphs:
             try:
                 found.graph = self._recorder()(found.body)
             except RuntimeError as error:
-                self.failure = f"recording a CUDA graph failed: {error}"
+                cause = error.__context__ or error  # ending a broken recording fails too, and says less
+                self.failure = f"recording a CUDA graph failed: {cause}; passes go on without"
+                self._untold = self.failure
         return found
 
     def _drop(self) -> None:
         """Give all graphs back, and their pool: torch takes no pool again whose last graph is gone."""
+        if self._count < PAYS * MOST and not self._wasteful:
+            self._wasteful = True
+            self._untold = (
+                f"{MOST} CUDA graphs were dropped after {self._count} passes: micro batches differ too much;"
+                " give trainer.packing.tokens, which makes them alike, or set trainer.packing.graphs to false"
+            )
         self._passes.clear()
-        self._record = self._given
+        self._record, self._count = self._given, 0
 
     def _recorder(self) -> Record:
         if self._record is None:

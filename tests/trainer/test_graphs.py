@@ -44,7 +44,10 @@ class Recordings:
 
     def __call__(self, body: Body) -> Body:
         if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:  # as `torch.cuda.graph` ends
+                raise RuntimeError("operation failed due to a previous error during capture")
         self.made += 1
 
         def repeat() -> tuple[torch.Tensor, ...]:
@@ -188,6 +191,25 @@ def test_graphs_that_were_dropped_leave_their_pool_behind(
         for _ in range(2):
             score_samples(tiny_model, scene.batch, micro[:1], temperature, Ranks(), False, graphs)
     assert used == [0, 0, 1]
+
+
+def test_graphs_that_do_not_pay_are_told_of_once(
+    tiny_model: PreTrainedModel, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.trainer.graphs.MOST", 2)
+    graphs = Graphs(FlatAdamW(list(tiny_model.parameters()), lr=1e-3), Recordings())
+    micro = first_epoch(plan_of(scene), 1)[:1]
+
+    def passes(temperatures: tuple[float, ...], times: int) -> str:
+        for temperature in temperatures:
+            for _ in range(times):
+                score_samples(tiny_model, scene.batch, micro, temperature, Ranks(), False, graphs)
+        return graphs.news()
+
+    assert passes((1.0, 0.9), 4) == ""
+    assert passes((0.8, 0.7), 1) == ""  # the first two were used four times each
+    assert "2 CUDA graphs were dropped after 2 passes" in passes((0.6,), 1)
+    assert passes((0.5, 0.4, 0.3), 1) == ""
 
 
 def test_padding_is_sequences_of_its_own(scene: Scene) -> None:
