@@ -214,12 +214,12 @@ def packed_log_probs(
 def compiled_layers(model: Any) -> Iterator[None]:
     """Inside, the decoder layers run compiled; they are alike, so one compilation serves them all."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
-        if (compiled := _COMPILED.get(layer)) is None:
+    if (calls := _COMPILED.get(model)) is None:
+        for layer in layers:
             layer.compile(dynamic=True)
-            _COMPILED[layer] = layer._compiled_call_impl
-        else:
-            layer._compiled_call_impl = compiled
+        calls = _COMPILED[model] = [layer._compiled_call_impl for layer in layers]
+    for layer, call in zip(layers, calls, strict=True):
+        layer._compiled_call_impl = call
     try:
         yield
     finally:
@@ -227,8 +227,9 @@ def compiled_layers(model: Any) -> Iterator[None]:
             layer._compiled_call_impl = None
 
 
-_COMPILED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Layer -> its compiled call; layers themselves stay as they are, for sampling and for checkpoints."""
+_COMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Model -> its layers' compiled calls; layers themselves stay as they are, for sampling and for
+checkpoints. By model, as a call holds its layer: by layer, none would ever be let go."""
 
 
 def _inputs(flat: Tensor, layout: Layout) -> dict[str, Any]:

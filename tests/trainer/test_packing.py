@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,15 @@ from autotune.trainer.head import head_scores, plain_head
 from autotune.trainer.loop import Trainer
 from autotune.trainer.losses import LossKnobs
 from autotune.trainer.meters import Measured, Meters
-from autotune.trainer.packing import Packing, cut, cut_alike, make_layout, packed_log_probs, packs
+from autotune.trainer.packing import (
+    Packing,
+    compiled_layers,
+    cut,
+    cut_alike,
+    make_layout,
+    packed_log_probs,
+    packs,
+)
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.update import (
     BatchKnobs,
@@ -317,6 +327,22 @@ def test_a_run_leaves_them_out_only_where_nothing_else_acts(
     counted = sum(record.histograms["policy_ratio"])
     assert record.scalars["zero_std_fraction"] > 0
     assert (counted < tokens) == left_out
+
+
+# -- compiled layers -------------------------------------------------------------------------------
+
+
+def test_a_model_whose_layers_were_compiled_can_be_let_go(tiny_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    layer = model.model.layers[0]
+    for _ in range(2):
+        with compiled_layers(model):
+            assert layer._compiled_call_impl is not None
+        assert layer._compiled_call_impl is None
+    seen = weakref.ref(layer)
+    del model, layer
+    gc.collect()
+    assert seen() is None
 
 
 # -- whether at all --------------------------------------------------------------------------------
