@@ -33,8 +33,8 @@ def data(value: Any, **attributes: object) -> str:
 
 
 def short(value: float | None) -> float | int | None:
-    """Five significant digits, as few characters as they need."""
+    """Seven significant digits, as few characters as they need; the page shows four, so few are rounded twice."""
     if value is None:
         return None
-    rounded = float(f"{value:.5g}")
+    rounded = float(f"{value:.7g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e6 else rounded
