@@ -33,7 +33,7 @@ def data(value: Any, **attributes: object) -> str:
 
 
 def short(value: float | None) -> float | int | None:
-    """Seven significant digits, as few characters as they need; the page shows four, rounded once."""
+    """Seven significant digits, as few characters as they need; the page shows four of them."""
     if value is None:
         return None
     rounded = float(f"{value:.7g}")
