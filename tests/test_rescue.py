@@ -488,3 +488,8 @@ def test_the_worst_member_becomes_the_best_one_with_other_knobs() -> None:
     for name, value in members[0].knobs.items():
         ratio = value / members[3].knobs[name]
         assert math.isclose(ratio, 0.8) or math.isclose(ratio, 1.2) or value in pbt.KNOBS[name]
+
+
+def test_one_run_has_a_value_and_no_interval() -> None:
+    assert str(measures.bootstrap([[0.5]])) == "0.500"
+    assert str(measures.bootstrap([[0.5], [0.5]])) == "0.500 (0.500 to 0.500)"

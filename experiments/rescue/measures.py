@@ -36,6 +36,8 @@ class Estimate:
     count: int
 
     def __str__(self) -> str:
+        if math.isnan(self.low):  # of one group there is no interval
+            return f"{self.value:.3f}"
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
