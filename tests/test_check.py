@@ -221,7 +221,7 @@ def test_what_is_compiled_needs_a_compiler(recipe, monkeypatch: pytest.MonkeyPat
         wanted = recipe("trainer.packing.enabled=on", f"trainer.packing.{name}=true")
         found = next(item for item in check(wanted).missing if item.what == "compiler")
         assert found.level is Level.BAD and "compile_head to false" in found.advice
-        with pytest.raises(EnvironmentProblem, match=r"a run needs .*compiler \(none\)"):  # maybe more than it
+        with pytest.raises(EnvironmentProblem, match=r"a run needs .*compiler \(none\)"):
             doctor.require(wanted)
     padded_here = check(recipe("trainer.packing.compile=true"))  # auto, and no GPU can be asked
     assert next(item for item in padded_here.missing if item.what == "compiler").level is Level.NOTE
