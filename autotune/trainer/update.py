@@ -92,6 +92,15 @@ class Experience:
     importance: Tensor | None = None
     """Weight of each token's objective, trainer against sampler, [N, R]; None where none is due."""
 
+    def of(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Old and reference log-probs [b, R], advantages [b] or [b, R] and mask [b, R] of a micro batch."""
+        index, width = micro.index, micro.width
+        ref = None if self.ref_log_probs is None else self.ref_log_probs[index, :width]
+        advantages = self.advantages[index]
+        if advantages.dim() == 2:
+            advantages = advantages[:, :width]
+        return self.old_log_probs[index, :width], ref, advantages, self.batch.response_mask[index, :width]
+
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
@@ -327,16 +336,12 @@ class Updater:
         self, graphs: Graphs, number: int, mini: MiniBatch, micro: MicroBatch, meters: Meters
     ) -> None:
         """Forward, loss and backward pass in one."""
-        data, index, width = self._experience, micro.index, micro.width
+        data = self._experience
         counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
         log_probs, loss = graphs.train(
             self._engine.module, data, micro, counts, self._knobs, self._temperature
         )  # [b, R]
-        old = data.old_log_probs[index, :width]  # [b, R]
-        ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
-        advantages, mask = data.advantages[index], data.batch.response_mask[index, :width]  # [b], [b, R]
-        if advantages.dim() == 2:
-            advantages = advantages[:, :width]
+        old, ref, advantages, mask = data.of(micro)
         meters.add_micro_batch(number, log_probs, old, ref, advantages, mask, loss)
 
     @torch.no_grad()
@@ -351,11 +356,7 @@ class Updater:
         log_probs, entropy = micro_log_probs(
             self._engine.module, data.batch, micro, self._temperature, self._knobs.entropy_coef > 0
         )  # [b, R]
-        old = data.old_log_probs[index, :width]  # [b, R]
-        ref = None if data.ref_log_probs is None else data.ref_log_probs[index, :width]  # [b, R]
-        advantages, mask = data.advantages[index], data.batch.response_mask[index, :width]  # [b], [b, R]
-        if advantages.dim() == 2:
-            advantages = advantages[:, :width]
+        old, ref, advantages, mask = data.of(micro)
         counts = Counts(tokens=max(mini.tokens, 1), responses=len(mini.rows))
         weights = None if data.importance is None else data.importance[index, :width]  # [b, R]
         loss = policy_loss(log_probs, old, ref, entropy, advantages, mask, counts, self._knobs, weights)
