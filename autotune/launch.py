@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from autotune.errors import InputError
+from autotune.trainer.group import launched
 
 COMMAND = (sys.executable, "-m", "autotune")
 """What every rank runs."""
@@ -42,12 +43,12 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     Raises:
         InputError: this process is a rank itself already.
     """
-    if "RANK" in os.environ and ("MASTER_ADDR" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
+    if launched():
         raise InputError(
             "--nproc starts the ranks itself, but a launcher (torchrun, deepspeed) has started this"
             " process as one; leave out one of the two"
         )
-    port = _free_port()
+    port = free_port()
     team = Team([_start(rank, nproc, port, arguments) for rank in range(nproc)])
     with _passed_on(team.interrupt):
         return team.wait()
@@ -148,7 +149,7 @@ def _passed_on(interrupt: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody listens on now, for the ranks to meet at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -171,14 +171,14 @@ def test_under_another_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_of_one_that_no_launcher_named_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate leaves RANK and WORLD_SIZE behind in a process that nobody launched."""
     pytest.importorskip("torch")
-    from autotune.trainer.group import _launched
+    from autotune.trainer.group import launched
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert not _launched()
+    assert not launched()
     monkeypatch.setenv("WORLD_SIZE", "2")  # srun, without an address: an error that says so, no lone run
-    assert _launched()
+    assert launched()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert _launched()
+    assert launched()

@@ -34,7 +34,7 @@ def start_group() -> str:
     device_type = str(get_accelerator().device_name())
     backend = "nccl" if device_type == "cuda" else "gloo"
     if not dist.is_initialized():
-        if _launched():
+        if launched():
             get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
         else:
@@ -48,10 +48,10 @@ def start_group() -> str:
     return device_type
 
 
-def _launched() -> bool:
+def launched() -> bool:
     """Whether a launcher started this rank. accelerate names a rank of one in a process that is alone."""
-    named = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return named and ("MASTER_ADDR" in os.environ or os.environ["WORLD_SIZE"] != "1")
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return "RANK" in os.environ and ("MASTER_ADDR" in os.environ or several)
 
 
 def leave_group() -> None:

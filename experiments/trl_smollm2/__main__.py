@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -262,16 +261,12 @@ def _start(case: Case, args: argparse.Namespace, out: Path) -> subprocess.Popen[
     print(f"{time.strftime('%H:%M:%S')} {case.name}", flush=True)
     command = [sys.executable, "-m", "experiments.trl_smollm2", "one", *_same(args)]
     command += ["--starts", case.start, "--modes", case.mode, "--seeds", str(case.seed)]
-    env = os.environ | QUIET | {"MASTER_PORT": str(_free_port())}
+    from autotune.launch import free_port
+
+    # TRL tries the same four ports in every process: of several that start side by side, some fail.
+    env = os.environ | QUIET | {"MASTER_PORT": str(free_port())}
     with (out / case.name / "output.txt").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
-
-
-def _free_port() -> int:
-    """TRL tries the same four ports in every process: of several that start side by side, some fail."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 QUIET = {

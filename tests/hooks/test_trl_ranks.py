@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +12,12 @@ import pytest
 
 from autotune.hooks.guest import JOURNAL
 from autotune.journal import read_journal
+from autotune.launch import free_port
 from autotune.replay import replay
 from tests.tiny_model import tiny_folder
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def test_two_ranks_act_alike(tmp_path: Path) -> None:

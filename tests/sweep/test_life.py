@@ -14,6 +14,7 @@ pytest.importorskip("optuna")
 import optuna
 
 from autotune.errors import EnvironmentProblem, InputError
+from autotune.launch import free_port
 from autotune.recipe import Recipe
 from autotune.recipe.schema import SweepSection
 from autotune.sweep import life, storages, studies
@@ -37,21 +38,13 @@ def _proxy(folder: Path) -> Iterator[Any]:
     from optuna.storages._grpc.server import make_server
 
     behind = open_storage(f"sqlite:///{folder / 'behind'}")
-    port = _free_port()
+    port = free_port()
     server = make_server(behind, "127.0.0.1", port)
     server.start()
     proxy = open_storage(f"grpc://127.0.0.1:{port}")
     yield proxy
     proxy.close()
     server.stop(0)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune.launch import free_port
+
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -50,12 +52,6 @@ class Server:
         if self._process is not None:
             self._process.wait(30)
             self._process = None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listening(port: int) -> bool:
