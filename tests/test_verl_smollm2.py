@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")  # the folder of experiments is run in environments that have it
 
+from autotune.journal import Journal
 from experiments.verl_smollm2 import run as experiment
 
 
@@ -53,18 +54,21 @@ def test_verl_is_ended_at_the_limit_with_all_that_it_started(tmp_path: Path) -> 
 
 
 def test_a_person_s_commands_are_left_after_their_rollout(tmp_path: Path) -> None:
-    rows = [{"type": "rollout", "rollout": k} for k in range(3)]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half')
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for rollout in range(3):
+            journal.append("rollout", rollout, {})
+    with journal.path.open("a") as file:
+        file.write('{"half')
     experiment.run([sys.executable, "-c", "import time; time.sleep(2)"], tmp_path, options())
-    (file,) = (tmp_path / "commands").glob("*.json")
-    assert json.loads(file.read_text())["values"] == experiment.BY_HAND[0][1]
+    (left,) = (tmp_path / "commands").glob("*.json")
+    assert json.loads(left.read_text())["values"] == experiment.BY_HAND[0][1]
 
 
 def test_what_was_read_back_is_in_the_summary_and_in_the_pack(tmp_path: Path) -> None:
     applied = [{"knob": "kl_coef", "read_back": 0.006, "error": ""}]
     metrics = {"reward_mean": 0.25}
-    row = {"type": "rollout", "rollout": 3, "snapshot": {"metrics": metrics}, "applied": applied}
-    (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("rollout", 3, {"snapshot": {"metrics": metrics}, "applied": applied})
     told = experiment.summary(tmp_path, 124)
     assert (told["rollouts"], told["rewards"]) == (1, [0.25])
     assert told["read_back"] == [{"rollout": 3, **applied[0]}]

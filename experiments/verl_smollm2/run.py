@@ -185,13 +185,10 @@ def set_by_hand(out: Path, values: dict[str, float]) -> None:
 
 def journal_of(out: Path) -> list[dict[str, Any]]:
     """The whole lines that are there; the last one may still be on its way."""
-    path, lines = out / "journal.jsonl", []
-    for text in path.read_text("utf-8").splitlines() if path.is_file() else []:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    from autotune.journal import inspect_journal
+
+    path = out / "journal.jsonl"
+    return inspect_journal(path).lines if path.is_file() else []
 
 
 def rollouts_of(out: Path) -> int:
