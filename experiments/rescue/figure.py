@@ -23,7 +23,7 @@ WIDTH, GAP, LABELS, HEAD, ROW, SMALL = 860, 26, 112, 66, 27, 250
 COLOURS = {"fixed": "#d55e00", "recommended": "#0072b2"}
 NAMES = {"fixed": "without controller", "recommended": "with controller"}
 INK, QUIET, LINE = "#222222", "#666666", "#d8d8d8"
-LOW, HIGH = -0.3, 1.25
+LOW, HIGH = -0.3, 1.4
 """Range of the scores shown; what is beyond lies on the border."""
 
 
