@@ -46,7 +46,11 @@ class Sizes:
     mini_samples: int
     micro_samples: int
     backward_passes: int
-    """Per update."""
+    """Per update, where `micro_samples` says how it is cut."""
+    packed_tokens: int | None
+    """Tokens of a micro batch without padding, which is cut by them; None: by samples."""
+    packed_where: str
+    """`on`: everywhere; `auto`: on a GPU."""
     updates: int
     """Per rollout: U."""
     rollouts: int
@@ -113,6 +117,8 @@ def sizes_of(recipe: Recipe, ranks: int = 1) -> Sizes:
         mini_samples=mini,
         micro_samples=t.micro_batch_size,
         backward_passes=mini // (t.micro_batch_size * ranks),
+        packed_tokens=t.packing.tokens,
+        packed_where=t.packing.enabled,
         updates=updates,
         rollouts=t.rollouts,
         total_samples=samples * t.rollouts,
@@ -215,7 +221,7 @@ def _print_sizes(console: Console, s: Sizes) -> None:
             f"{s.sampling_batches:,} × per rollout",
         ),
         ("update", f"{s.mini_prompts:,} prompts × {s.group}", f"{s.mini_samples:,} samples"),
-        ("backward", f"{s.micro_samples:,} samples at once", f"{s.backward_passes:,} × per update"),
+        ("backward", *_backward_words(s)),
         ("updates", _updates_words(s), f"{s.updates:,} per rollout"),
         ("tokens", "prompt and response caps", f"≤ {s.tokens:,} per rollout"),
         (
@@ -228,6 +234,15 @@ def _print_sizes(console: Console, s: Sizes) -> None:
     for name, how, result in rows:
         table.add_row(Text(name, "cyan"), Text(how), Text(result, "bold"))
     console.print(table)
+
+
+def _backward_words(s: Sizes) -> tuple[str, str]:
+    if s.packed_tokens is None:
+        return f"{s.micro_samples:,} samples at once", f"{s.backward_passes:,} × per update"
+    tokens = f"≤ {s.packed_tokens:,} tokens at once"
+    if s.packed_where == "on":
+        return f"{tokens}, packed", "by the responses' lengths"
+    return f"{tokens} on a GPU, else {s.micro_samples:,} samples", f"there {s.backward_passes:,} × per update"
 
 
 def _updates_words(s: Sizes) -> str:

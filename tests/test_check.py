@@ -53,6 +53,19 @@ def test_the_batch_arithmetic_with_units(recipe) -> None:
     assert "64 / 16 prompts × 2 epochs" in shown and "8 per rollout" in shown
 
 
+@pytest.mark.parametrize(
+    ("enabled", "shown"),
+    [
+        ("on", "≤ 4,096 tokens at once, packed"),
+        ("auto", "≤ 4,096 tokens at once on a GPU, else 128 samples"),
+    ],
+)
+def test_a_token_budget_is_shown_where_micro_batches_are_cut_by_it(recipe, enabled: str, shown: str) -> None:
+    given = recipe("trainer.packing.tokens=4096", f"trainer.packing.enabled={enabled}")
+    line = next(line for line in printed(check(given)).splitlines() if "backward" in line)
+    assert shown in line
+
+
 def test_every_rule_is_told_once(recipe) -> None:
     checked = check(recipe())
     assert [r.id for r in checked.rules] == list(POLICIES)
