@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import random
+import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,19 @@ from autotune.recipe import load_recipe
 from autotune.trainer.tasks import digits
 from autotune.trainer.tasks.base import is_held_out
 from experiments.rescue import __main__ as command
-from experiments.rescue import figure, goals, lot, measures, pbt, real, report, runs, suite, sweep
+from experiments.rescue import (
+    figure,
+    freezing,
+    goals,
+    lot,
+    measures,
+    pbt,
+    real,
+    report,
+    runs,
+    suite,
+    sweep,
+)
 from tests.series import facts, snapshot
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -121,10 +136,46 @@ def test_no_decision_depends_on_the_held_out_score() -> None:
     assert without == decided(lambda t: {"eval_score": 0.9 - t / 100})
 
 
-def test_a_report_needs_a_freeze(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "FREEZE", tmp_path / "freeze.json")
+def test_a_report_needs_a_freeze(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="freeze"):
-        command.frozen()
+        freezing.frozen(tmp_path / "freeze.json")
+
+
+def test_a_freeze_holds_package_suite_and_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    held = ("autotune/a.py", "autotune/report/page.css", *freezing.FROZEN[1:])
+    for name in (*held, "experiments/rescue/pbt.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1", "utf-8")
+    path = tmp_path / "freeze.json"
+    monkeypatch.setattr(runs, "commit", lambda: COMMIT)
+    freezing.freeze(path, tmp_path)
+    assert freezing.frozen(path, tmp_path) == COMMIT
+    (tmp_path / "autotune" / "__pycache__").mkdir()
+    (tmp_path / "autotune" / "__pycache__" / "a.pyc").write_text("compiled", "utf-8")
+    (tmp_path / "experiments" / "rescue" / "pbt.py").write_text("2", "utf-8")
+    assert freezing.frozen(path, tmp_path) == COMMIT  # neither of them decides anything
+    for name in held:
+        (tmp_path / name).write_text("2", "utf-8")
+        with pytest.raises(SystemExit, match=f"differs from the freeze {COMMIT}"):
+            freezing.frozen(path, tmp_path)
+        (tmp_path / name).write_text("1", "utf-8")
+    (tmp_path / "autotune" / "b.py").write_text("", "utf-8")  # a file more
+    with pytest.raises(SystemExit, match="differs"):
+        freezing.frozen(path, tmp_path)
+    monkeypatch.setattr(runs, "commit", lambda: COMMIT + "+")
+    with pytest.raises(SystemExit, match="clean commit"):
+        freezing.freeze(path, tmp_path)
+
+
+def test_every_freeze_is_a_commit_with_the_files_it_says(tmp_path: Path) -> None:
+    for at, freeze in enumerate(freezing.freezes(command.FREEZE)):
+        given = ["git", "archive", freeze["commit"], *freezing.FROZEN]
+        archive = subprocess.run(given, cwd=runs.ROOT, capture_output=True)
+        if archive.returncode != 0:
+            pytest.skip("the history is not here")
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(tmp_path / str(at), filter="data")
+        assert freezing.digest(tmp_path / str(at)) == freeze["digest"]
 
 
 # -- measures ------------------------------------------------------------------------------------

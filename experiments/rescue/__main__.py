@@ -17,14 +17,11 @@ GPU where there is one. `--set key=value` is added to every recipe (and to its h
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.rescue import evidence, figure, goals, lot, real, report, runs, suite, sweep
+from experiments.rescue import evidence, figure, freezing, goals, lot, real, report, runs, suite, sweep
 
 HERE = Path(__file__).resolve().parent
 FREEZE = HERE / "freeze.json"
@@ -38,47 +35,6 @@ SUITES = ("cycle", "tuning", "leave_one_out", "sweep", "cpu", "gpu", "gpu_tuning
 
 def same(tasks: Sequence[str], seeds: Sequence[int]) -> dict[str, Sequence[int]]:
     return dict.fromkeys(tasks, seeds)
-
-
-def freezes() -> list[dict[str, str]]:
-    """Every freeze, oldest first; the last one is in force."""
-    return list(json.loads(FREEZE.read_text("utf-8"))) if FREEZE.exists() else []
-
-
-def frozen() -> str:
-    """The freeze commit.
-
-    Raises:
-        SystemExit: there is none, or the package differs from it.
-    """
-    if not freezes():
-        raise SystemExit(f"{FREEZE} is not there: reporting runs need a freeze; run `freeze` first")
-    commit = freezes()[-1]["commit"]
-    command = [
-        "git",
-        "diff",
-        "--quiet",
-        commit,
-        "--",
-        "autotune",
-        str(HERE / "suite.py"),
-        str(HERE / "sweep.py"),
-    ]
-    if subprocess.run(command, cwd=runs.ROOT).returncode != 0:
-        raise SystemExit(
-            f"the package or the suite differs from the freeze {commit}; freeze again, with new seeds"
-        )
-    return commit
-
-
-def freeze() -> None:
-    """Write the current commit down; the tree must be clean, or the commit would not say what ran."""
-    here = runs.commit()
-    if here.endswith("+") or len(here) != 40:
-        raise SystemExit(f"the tree is {here}; expected a clean commit, so that the seeds follow from it")
-    written = [*freezes(), {"commit": here, "date": str(datetime.date.today())}]
-    FREEZE.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-    print(f"frozen at {here}; commit {FREEZE.name} next")
 
 
 def winners(
@@ -115,7 +71,7 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
     elif name == "cpu":
         yield from reported(rows, tasks or FAMILY_B)
     elif name == "gpu":
-        seeds = suite.reporting_seeds(frozen(), real.TASK, REAL_SEEDS)
+        seeds = suite.reporting_seeds(freezing.frozen(FREEZE), real.TASK, REAL_SEEDS)
         yield from suite.jobs_of_sums(seeds, "report", real.STARTS)
     elif name == "gpu_tuning":
         yield from suite.jobs_of_sums(tuning[:REAL_SEEDS], "tuning", real.STARTS)
@@ -123,7 +79,7 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
 
 def reported(rows: Sequence[runs.Row], tasks: Sequence[str]) -> Iterator[suite.Job]:
     """Everything that is run once per freeze: the winner, every start, the well-set recipe many times."""
-    commit = frozen()
+    commit = freezing.frozen(FREEZE)
     seeds = {task: suite.reporting_seeds(commit, task, HARM_SEEDS) for task in tasks}
     yield from winners(
         rows, tasks, {t: suite.reporting_seeds(commit, t, WINNER_SEEDS, "winner") for t in tasks}
@@ -151,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = arguments(argv)
     out = chosen.out.resolve()
     if chosen.command == "freeze":
-        freeze()
+        freezing.freeze(FREEZE)
     elif chosen.command == "list":
         for job in jobs(chosen.suite, out, chosen.tasks):
             print(job.name)
@@ -187,7 +143,7 @@ def show(rows: Sequence[runs.Row], out: Path, purpose: str) -> None:
 
 def prove(rows: Sequence[runs.Row], docs: Path = runs.ROOT / "docs") -> int:
     """Write the page of evidence; without reporting rows say so, write nothing, and return 1."""
-    done = freezes()
+    done = freezing.freezes(FREEZE)
     counts = {"report": HARM_SEEDS, "winner": WINNER_SEEDS}
     made = None
     if done:
