@@ -488,7 +488,7 @@ def test_the_random_arm_draws_other_moves_on_every_seed() -> None:
 
 def test_the_real_models_suite_is_small_and_has_one_shadow() -> None:
     jobs = list(command.jobs("gpu_tuning", Path("nowhere"), []))
-    assert len(jobs) == 17 and sum(job.arm == "shadow" for job in jobs) == 1
+    assert len(jobs) == 25 and sum(job.arm == "shadow" for job in jobs) == 1
     assert {job.task for job in jobs} == {"sums"} and {job.purpose for job in jobs} == {"tuning"}
     bad = {job.start for job in jobs} - {"well_set"}
     assert len(bad) == 3

@@ -29,7 +29,7 @@ FAMILY_B = [task for task in suite.TASKS if suite.TASKS[task].family == "B"]
 SEEDS, HARM_SEEDS, WINNER_SEEDS = 5, 75, 5
 """Per task: seeds of every start, of the well-set recipe (150 over two tasks), and of the sweep's winner."""
 CYCLE_SEEDS = suite.TUNING_SEEDS[:3]
-REAL_SEEDS = 2
+REAL_SEEDS = 3
 SUITES = ("cycle", "tuning", "leave_one_out", "sweep", "cpu", "gpu", "gpu_tuning")
 
 

@@ -3,9 +3,9 @@
     python -m experiments.smollm2 run --jobs 4       what is missing, four processes side by side
     python -m experiments.smollm2 table              table and curves, from the rows
 
-Starts, tokens and tables are those of the rescue benchmark's real model (`experiments/rescue`), on tuning
-seeds. Every run appends a row to `results/results.jsonl` as it ends, so the experiment can be stopped and
-started again.
+These are runs of the rescue benchmark's real model (`experiments/rescue`, suite `gpu`), on the reporting
+seeds of its freeze: one run serves both. A row is appended there as a run ends, so it can be stopped and
+started again; table and curves are written here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,33 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.rescue import real, runs, suite
+from experiments.rescue import __main__ as rescue
+from experiments.rescue import evidence, freezing, real, runs, suite
 
 HERE = Path(__file__).resolve().parent
 STARTS = ("well_set", "timid", "aggressive")
-SEEDS = suite.TUNING_SEEDS[:3]
 
 
-def jobs() -> list[suite.Job]:
-    """Off and acting from every start with every seed, and one run in shadow."""
-    return list(suite.jobs_of_sums(SEEDS, "tuning", STARTS))
+def jobs(commit: str) -> list[suite.Job]:
+    """Off and acting from every start with every seed, and one run in shadow.
+
+    Args:
+        commit: of the freeze, which the seeds follow from.
+    """
+    seeds = suite.reporting_seeds(commit, real.TASK, rescue.REAL_SEEDS)
+    return list(suite.jobs_of_sums(seeds, "report", STARTS))
 
 
-def show(out: Path) -> None:
-    """Print the table; write it and the curves beside the rows."""
-    rows = real.of_purpose(runs.load(out / "results.jsonl"), "tuning")
+def rows_of(commit: str, rows: Sequence[runs.Row]) -> list[runs.Row]:
+    """The rows of this experiment among the rescue benchmark's."""
+    own = evidence.of_freeze(rows, commit, {"report": rescue.REAL_SEEDS})
+    return [row for row in real.of_purpose(own, "report") if row.start in STARTS]
+
+
+def show(rows: Sequence[runs.Row], out: Path) -> None:
+    """Print the table; write it and the curves."""
     text = real.whole(rows)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(text, "utf-8")
     if picture := real.figure(rows):
         (out / "curves.svg").write_text(picture, "utf-8")
@@ -44,14 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--rows", type=Path, default=rescue.HERE / "results", help="the benchmark's folder")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="for table and curves")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args(argv)
-    out = chosen.out.resolve()
+    rows = chosen.rows.resolve()
     if chosen.command == "run":
-        runs.run_all(jobs(), out, chosen.jobs, chosen.set, 60 * chosen.minutes)
-    if (out / "results.jsonl").exists():
-        show(out)
+        frozen = freezing.frozen(rescue.FREEZE)
+        runs.run_all(jobs(frozen), rows, chosen.jobs, chosen.set, 60 * chosen.minutes)
+    done = freezing.freezes(rescue.FREEZE)
+    if found := rows_of(done[-1]["commit"], runs.load(rows / "results.jsonl")) if done else []:
+        show(found, chosen.out.resolve())
+    else:
+        print("no runs of the freeze in force yet; next: python -m experiments.smollm2 run")
     return 0
 
 
