@@ -32,6 +32,7 @@ def test_defaults_have_none(engine: str) -> None:
         ({"engine": "vllm", "max_model_len": 23}, "rollout.max_model_len"),
         ({"engine": "vllm_server", "server": {"start": False}}, "rollout.server.port"),
         ({"engine": "vllm_server", "server": {"transfer": "ipc", "devices": [1]}}, "rollout.server.transfer"),
+        ({"engine": "vllm_server", "server": {"replicas": 2, "devices": [1]}}, "rollout.server.devices"),
     ],
 )
 def test_contradictions_are_found(rollout: dict[str, Any], field: str) -> None:

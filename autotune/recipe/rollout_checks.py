@@ -73,6 +73,11 @@ def _server(server: ServerSection) -> Found:
             ("rollout", "server", "port"),
             "received 0 with start: false; expected the port on which the server listens",
         )
+    if server.devices and len(server.devices) < server.replicas:
+        yield (
+            ("rollout", "server", "devices"),
+            f"received {len(server.devices)} for {server.replicas} replicas; expected one device per server",
+        )
     if server.transfer == "ipc" and server.devices:
         yield (
             ("rollout", "server", "transfer"),

@@ -358,10 +358,14 @@ class ServerSection(Section):
     """Start one per rank and end it with the run; false uses servers that run already."""
     address: Address = "127.0.0.1"
     """Where it listens; anything but loopback opens it to the network."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Servers of each rank, which share its responses: on devices of their own, or two or more on one
+    where a model is so small that vLLM waits for its host. Memory settings are a server's."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Rank r uses port + r; 0 takes free ones, for servers that the run starts itself."""
+    """The i-th server of rank r uses port + r * replicas + i; 0 takes free ones, for servers that the run
+    starts itself."""
     devices: tuple[int, ...] = ()
-    """CUDA devices of the servers, one per rank; empty shares the ranks' own."""
+    """CUDA devices of the servers, counted like their ports; empty shares the ranks' own."""
     transfer: Literal["auto", "file", "ipc"] = "auto"
     """How weights get there: a safetensors file in shared memory, or CUDA's handles to the trainer's own
     memory; auto is `ipc` on GPUs and `file` elsewhere."""

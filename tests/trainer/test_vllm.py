@@ -264,9 +264,10 @@ def test_out_of_memory_leaves_an_engine_that_goes_on(
     assert torch.equal(samples.batch.response_ids, expected.ids)
 
 
-def test_a_run_with_a_server(sections: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_with_two_servers(sections: dict[str, Any], tmp_path: Path) -> None:
     """From the command line: weights by file, log-probs that fit, and no process left behind."""
-    recipe = {**sections, "run_dir": str(tmp_path / "run"), "rollout": {"engine": "vllm_server"}}
+    rollout = {"engine": "vllm_server", "server": {"replicas": 2}}
+    recipe = {**sections, "run_dir": str(tmp_path / "run"), "rollout": rollout}
     recipe["trainer"] = {**recipe["trainer"], "rollouts": 2}
     with (tmp_path / "server.yaml").open("w", encoding="utf-8") as stream:
         YAML().dump(recipe, stream)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from transformers import PreTrainedModel
 
 from autotune.recipe.deepspeed import plan
-from autotune.recipe.schema import Recipe
+from autotune.recipe.schema import Recipe, ServerSection
 from autotune.trainer.models import model_source
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rollout.base import Sampler
 from autotune.trainer.rollout.client import ServerEngine
 from autotune.trainer.rollout.hf import HfSampler
+from autotune.trainer.rollout.several import SeveralEngines
 from autotune.trainer.rollout.vllm import SOME, Generator, VllmSampler
 from autotune.trainer.rollout.vllm_engine import EngineOptions, VllmEngine
 
@@ -38,11 +40,23 @@ def build_sampler(
     options = engine_options(recipe, model, ranks)
     engine: Generator
     if rollout.engine == "vllm_server":
-        engine = ServerEngine(options, rollout.server, ranks.rank)
+        engine = _servers(options, rollout.server, ranks.rank)
     else:
         engine = VllmEngine(options)
     log_probs_of = SOME if rollout.log_probs == "some" else 1
     return VllmSampler(engine, model, end_ids, pad_id, rollout.request_seeds, log_probs_of)
+
+
+def _servers(options: EngineOptions, section: ServerSection, rank: int) -> Generator:
+    """This rank's servers, started one after the other: each looks at the memory that is free."""
+    first = rank * section.replicas
+    with ExitStack() as started:
+        engines: list[Generator] = []
+        for index in range(first, first + section.replicas):
+            engines.append(ServerEngine(options, section, index))
+            started.callback(engines[-1].close)  # should the next one not start
+        started.pop_all()
+    return engines[0] if len(engines) == 1 else SeveralEngines(engines)
 
 
 def engine_options(recipe: Recipe, model: PreTrainedModel, ranks: Ranks) -> EngineOptions:

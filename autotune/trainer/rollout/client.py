@@ -31,7 +31,6 @@ from autotune.trainer.rollout.vllm_engine import EngineOptions, Generated, Reque
 
 TOKEN_VARIABLE = "AUTOTUNE_SERVER_TOKEN"
 FOLDER_VARIABLE = "AUTOTUNE_SERVER_FOLDER"
-WEIGHTS_FILE = "weights.safetensors"
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class ServerEngine:
         self._made_folder = section.start
         self._handles_work = True
         self._folder = _folder(section.start)
+        self._file = f"weights-{rank}.safetensors"  # servers that run already may share a folder
         self._token = secrets.token_hex(16) if section.start else _given(TOKEN_VARIABLE)
         self._port = section.port + rank if section.port else 0
         if section.start:
@@ -70,11 +70,11 @@ class ServerEngine:
             return
         from safetensors.torch import save_file
 
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, self._folder / WEIGHTS_FILE)
+        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, self._folder / self._file)
         try:
-            self._ask("/load", _json({"file": WEIGHTS_FILE}))
+            self._ask("/load", _json({"file": self._file}))
         finally:
-            (self._folder / WEIGHTS_FILE).unlink(missing_ok=True)
+            (self._folder / self._file).unlink(missing_ok=True)
 
     def _load_by_handle(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether it went well; where the recipe leaves the way open, a file takes over for good."""
