@@ -175,6 +175,8 @@ class VerlAdapter(SingleProcess):
         if self._at("algorithm.rollout_correction.bypass_mode"):
             why = "bypass_mode takes the sampler's log-probs, so verl computes no entropy before the update"
             table["entropy"] = Capability(Validity.NOT_LOGGED, why)
+            why = "bypass_mode takes the sampler's log-probs: what differs from them is not the update alone"
+            table["kl_step"] = Capability(Validity.NOT_LOGGED, why)
         if not self._at(f"{ROLLOUT}.calculate_log_probs"):
             why = "actor_rollout_ref.rollout.calculate_log_probs is false: the sampler's are not kept"
             table["kl_mismatch"] = Capability(Validity.NOT_LOGGED, why)
@@ -182,6 +184,11 @@ class VerlAdapter(SingleProcess):
             why = f"loss_mode {self._loss_mode}: its clipped share is not that of a policy ratio"
             table["clip_ratio"] = Capability(Validity.NOT_LOGGED, why)
         return table
+
+    @property
+    def measures_drift(self) -> bool:
+        """Whether a forward pass after the updates tells how far they moved the policy."""
+        return self._facts.metric_capability["kl_step"].state == Validity.VALID
 
     # -- sensing -----------------------------------------------------------------------------------
 

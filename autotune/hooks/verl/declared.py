@@ -8,8 +8,6 @@ from autotune.knobs import Liveness
 NEXT = Liveness.NEXT_ROLLOUT
 
 MISSING = {
-    "kl_step": "`actor/ppo_kl` is a k1 estimate averaged over the updates, the first of which is 0"
-    " by construction",
     "ratio_low": "verl logs no shares of the policy ratio",
     "ratio_in": "verl logs no shares of the policy ratio",
     "ratio_high": "verl logs no shares of the policy ratio",
@@ -32,6 +30,11 @@ _METRICS = (
         "k3 by default in the loss, k1 in the reward",
     ),
     MetricRow("kl_mismatch", "`rollout_corr/k3_kl`", "with `rollout_correction`"),
+    MetricRow(
+        "kl_step",
+        "one `compute_log_prob` of 64 responses after the updates",
+        "`actor/ppo_kl` is averaged over the updates, the first of which is 0",
+    ),
     MetricRow("entropy", "`actor/entropy`", "of the sampling weights, before the update"),
     MetricRow("grad_norm", "`actor/grad_norm`", "mean over the updates, before clipping"),
     MetricRow("loss", "`actor/pg_loss`"),

@@ -1,7 +1,8 @@
 """verl's trainer with the control loop behind its logger.
 
     fit -> on_train_begin                 the guest is made, on the driver, when everything exists
-        -> step … on_step_end             verl's own; weights are in the sampler again
+        -> step … _update_actor           verl's own, and behind it one forward pass for `kl_step`
+        -> … on_step_end                  verl's own; weights are in the sampler again
         -> _compute_metrics               and here a look at the batch, before verl drops it
         -> logger.log(metrics, step)      verl's loggers first, then one `Guest.on_rollout`
         -> next step                      prompts are handed out and the configuration is read again
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from autotune.errors import InputError
 from autotune.hooks.guest import Guest, read_control
 from autotune.hooks.verl.adapter import VerlAdapter, rollout_view
 from autotune.hooks.verl.declared import DECLARED
+from autotune.hooks.verl.drift import kl_step
 
 STATE = "autotune.json"
 OPTIONS = ("control", "accept_version")
@@ -58,6 +61,12 @@ class _Autotuned:
         if self.autotune is not None:
             self.autotune.begin()
             self.logger: Any = Tap(self.logger, self.autotune)
+
+    def _update_actor(self, batch: Any, metrics: Any) -> Any:
+        batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        if self.autotune is not None:
+            self.autotune.measure(batch)
+        return batch
 
     def _compute_metrics(self, batch: Any, metrics: Any, *arguments: Any, **named: Any) -> None:
         super()._compute_metrics(batch, metrics, *arguments, **named)  # type: ignore[misc]
@@ -113,6 +122,7 @@ class Attachment:
             },
         )
         self._seen: dict[str, float] = {}
+        self._moved: dict[str, float] = {}
         self._checkpoint: Path | None = None
 
     def begin(self) -> None:
@@ -124,6 +134,20 @@ class Attachment:
             self.guest.stand_down(f"could not begin: {type(failure).__name__}: {failure}")
 
     # -- one step ----------------------------------------------------------------------------------
+
+    def measure(self, batch: Any) -> None:
+        """How far this step's updates moved the policy; without that number its rules are silent."""
+        self._moved = {}
+        if self.guest.broken or self.guest.control.mode == "off" or not self.adapter.measures_drift:
+            return
+        began = time.perf_counter()
+        try:
+            drift = kl_step(self.trainer, batch, self.adapter.world_size)
+        except Exception as failure:  # a sensor's failure is no reason to stop the others
+            log.warning("autotune could not measure kl_step: %s: %s", type(failure).__name__, failure)
+            return
+        if drift is not None:
+            self._moved = {"kl_step": drift, "time/kl_step_forward": time.perf_counter() - began}
 
     def look(self, batch: Any) -> None:
         """Measure on the batch what verl does not log; verl drops it right after."""
@@ -147,8 +171,8 @@ class Attachment:
             self.guest.stand_down(f"{type(failure).__name__}: {failure}")
 
     def _one(self, data: Mapping[str, Any], step: int) -> None:
-        record = self.adapter.record(data, self.guest.rollout, self._seen)
-        self._seen = {}
+        record = self.adapter.record(data, self.guest.rollout, self._seen | self._moved)
+        self._seen, self._moved = {}, {}
         self.guest.on_rollout(record)
         if not self.guest.broken:
             self.adapter.settle()

@@ -61,9 +61,17 @@ class Listener:
     def __init__(self, adapter: Any, on_rollout: Callable[[Any], object], count: list[int]) -> None:
         self.adapter, self.on_rollout, self.count = adapter, on_rollout, count
         self.seen: dict[str, float] = {}
+        self.moved: dict[str, float] = {}
 
     def begin(self) -> None:
         """Nothing to open."""
+
+    def measure(self, batch: Any) -> None:
+        from autotune.hooks.verl.drift import kl_step
+
+        drift = kl_step(self.adapter.trainer, batch, self.adapter.world_size)
+        assert drift is not None
+        self.moved = {"kl_step": drift}
 
     def look(self, batch: Any) -> None:
         from autotune.hooks.verl.adapter import rollout_view
@@ -72,7 +80,7 @@ class Listener:
         self.seen = rollout_view(list(batch.keys), list(batch.tags), scores_of(batch), 4, None)
 
     def on_log(self, data: Mapping[str, Any], step: int) -> None:
-        self.on_rollout(self.adapter.record(data, self.count[0], self.seen))
+        self.on_rollout(self.adapter.record(data, self.count[0], self.seen | self.moved))
         self.adapter.settle()
         self.count[0] += 1
 

@@ -71,6 +71,7 @@ def ear(heard: list[Any]) -> Any:
     nothing = lambda *a, **k: None  # noqa: E731
     return SimpleNamespace(
         begin=nothing,
+        measure=nothing,
         look=nothing,
         saved=nothing,
         end=nothing,

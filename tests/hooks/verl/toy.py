@@ -94,6 +94,16 @@ class Training(TrainingWorker):
         self.engine = SimpleNamespace(optimizer=optimizer, lr_scheduler=schedule)
         self.loss_fn = None
 
+    def infer_batch(self, data: TensorDict) -> TensorDict:
+        """Log-probs of prompts and responses, nested [B, PROMPT + ANSWER], each a place early as an LM's."""
+        new = torch.log_softmax(self.logits.detach() / tu.get(data, "temperature"), 0)
+        rows = [
+            torch.cat([torch.zeros(PROMPT - 1), new[words], torch.zeros(1)])
+            for words in data["responses"].unbind()
+        ]
+        log_probs = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return TensorDict({"log_probs": log_probs}, batch_size=[len(rows)])
+
 
 class Toy(ActorRolloutRefWorker):
     """verl's worker; only what builds and runs the engine is ours."""
@@ -210,7 +220,7 @@ class Sync(PPOTrainerSync):
         """Sample, score, update: the configuration is read where verl's `_step_once` reads it."""
         import transfer_queue as tq
 
-        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        rollout = self.config.actor_rollout_ref.rollout
         prompts, n = self.config.data.train_batch_size, rollout.n
         seen_by_samplers = self.sample_temperature()
         answers = self.actor_rollout_wg.answers(prompts * n, self.global_steps, seen_by_samplers)[0]
@@ -221,17 +231,30 @@ class Sync(PPOTrainerSync):
         batch = tq.kv_batch_put(
             keys=keys, partition_id="train", fields=_fields(answers, scores, advantages), tags=tags
         )
-        info = {
-            "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
-            "mini_batch_size": actor.ppo_mini_batch_size * n,
-            "epochs": actor.ppo_epochs,
-            "temperature": rollout.temperature,
-        }
-        output = rename_dict(self.actor_rollout_wg.update(answers, advantages, info)[0], "actor/")
-        metrics.update(reduce_metrics(output))
+        old = torch.log_softmax(torch.tensor(self.actor_rollout_wg.weights()[0]) / rollout.temperature, 0)
+        rows = [old[torch.tensor(words)] for words in answers]
+        column = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        fields = TensorDict({"old_log_probs": column}, batch_size=[len(rows)])
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=fields)
+        batch.extra_info = {"answers": answers, "advantages": advantages}
+        batch = self._update_actor(batch, metrics)
         metrics["actor/entropy"] = 1.5 + 0.01 * (self.global_steps % 7)
         metrics["rollout_corr/k3_kl"] = 1e-4 * (1 + self.global_steps % 5)
         timing_raw.update(gen=0.1, update_actor=0.2, old_log_prob=0.05, ref=0.05)
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """The configuration is read where verl's own reads it."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        info = {
+            "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
+            "mini_batch_size": actor.ppo_mini_batch_size * rollout.n,
+            "epochs": actor.ppo_epochs,
+            "temperature": rollout.temperature,
+        }
+        given = batch.extra_info.pop("answers"), batch.extra_info.pop("advantages")
+        output = rename_dict(self.actor_rollout_wg.update(*given, info)[0], "actor/")
+        metrics.update(reduce_metrics(output))
         return batch
 
     def sample_temperature(self) -> float:
