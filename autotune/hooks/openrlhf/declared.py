@@ -8,7 +8,6 @@ from autotune.knobs import Liveness
 NEXT = Liveness.NEXT_ROLLOUT
 
 MISSING = {
-    "kl_step": "`ppo_kl` is a k1 estimate averaged over the updates, the first of which is 0 by construction",
     "kl_mismatch": "`vllm_kl` is a k1 estimate, and only there with a correction",
     "ratio_low": "OpenRLHF logs no shares of the policy ratio",
     "ratio_in": "OpenRLHF logs no shares of the policy ratio",
@@ -28,6 +27,11 @@ _METRICS = (
     MetricRow("zero_std_fraction", "rewards of the rollout by prompt", "OpenRLHF logs none"),
     MetricRow("clip_ratio", "`ppo_clip_ratio`", "both sides"),
     MetricRow("kl_ref", "`kl`", "of the estimator `algo.kl.estimator`; k1 may be negative"),
+    MetricRow(
+        "kl_step",
+        "one `forward` of 64 responses after the updates",
+        "`ppo_kl` is averaged over the updates, the first of which is 0",
+    ),
     MetricRow("entropy", "`entropy_loss`", "with `--actor.entropy_coef` (0 logs it alone)"),
     MetricRow("grad_norm", "`actor_grad_norm`", "of the last update"),
     MetricRow("loss", "`policy_loss`"),

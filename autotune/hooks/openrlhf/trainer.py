@@ -2,6 +2,7 @@
 
     fit -> init_checkpoint_states     the models exist; the guest is made, or goes on from a checkpoint
         -> generate_samples -> train_step -> _compute_rollout_stats      here a look at the rollout
+        -> ppo_train                  and behind it one forward pass for `kl_step`
         -> save_logs_and_checkpoints  one `Guest.on_rollout` first, then OpenRLHF's loggers and checkpoint
         -> next generation            arguments and controllers are read again
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +23,7 @@ from autotune.errors import InputError
 from autotune.hooks.guest import Guest, read_control
 from autotune.hooks.openrlhf.adapter import OpenRLHFAdapter, rollout_view
 from autotune.hooks.openrlhf.declared import DECLARED
+from autotune.hooks.openrlhf.drift import chosen, kl_step
 
 MODULE = "openrlhf.trainer.ppo_trainer"
 SYMBOLS = {
@@ -29,9 +32,13 @@ SYMBOLS = {
         "PPOTrainer.init_checkpoint_states",
         "PPOTrainer.save_logs_and_checkpoints",
         "PPOTrainer._compute_rollout_stats",
+        "PPOTrainer.ppo_train",
         "PPOTrainer.evaluate",
     ),
-    "openrlhf.trainer.ray.launcher": ("RayActorGroup.async_run_method",),
+    "openrlhf.trainer.ray.launcher": (
+        "RayActorGroup.async_run_method",
+        "RayActorGroup.async_run_method_batch",
+    ),
     "openrlhf.trainer.ppo_utils.kl_controller": ("FixedKLController",),
     "openrlhf.models": ("PolicyLoss",),
     "openrlhf.cli.train_ppo_ray": ("train",),
@@ -114,6 +121,12 @@ def with_autotune(trainer: Any, control: Any, accept_version: str = "") -> Any:
                 self.autotune.look(experiences)
             return stats
 
+        def ppo_train(self, global_steps: int) -> Any:
+            status = super().ppo_train(global_steps)
+            if self.autotune is not None:
+                self.autotune.measure(status)
+            return status
+
         def save_logs_and_checkpoints(
             self, global_step: int, logs_dict: Any = None, client_states: Any = None
         ) -> None:
@@ -187,6 +200,8 @@ class Attachment:
             seed=int(args.train.seed),
         )
         self._seen: dict[str, float] = {}
+        self._measured: list[Any] = []
+        """Experiences of the rollout in progress on which the drift is measured."""
         self._tokens = 0.0
         self._evaluated: dict[str, float] = {}
         self._stopping = False
@@ -204,8 +219,24 @@ class Attachment:
         try:
             found = columns(experiences)
             self._seen, self._tokens = rollout_view(*found), sum(found[3])
+            places = chosen([len(e.sequences) for e in experiences], self.adapter.world_size)
+            self._measured = [experiences[i] for i in places]
         except Exception as failure:
             self.guest.stand_down(f"the rollout could not be measured: {type(failure).__name__}: {failure}")
+
+    def measure(self, status: Mapping[str, Any]) -> None:
+        """How far the updates moved the policy; without that number its rules are silent."""
+        experiences, self._measured = self._measured, []
+        trained = "policy_loss" in status  # not while only the critic is trained
+        if self.guest.broken or self.guest.control.mode == "off" or not (experiences and trained):
+            return
+        began = time.perf_counter()
+        try:
+            drift = kl_step(self.trainer, experiences)
+        except Exception as failure:  # a sensor's failure is no reason to stop the others
+            log.warning("autotune could not measure kl_step: %s: %s", type(failure).__name__, failure)
+            return
+        self._seen |= {"kl_step": drift, "time/kl_step_forward": time.perf_counter() - began}
 
     def on_step(self, status: Mapping[str, Any], step: int, client_states: dict[str, Any]) -> None:
         """One step was trained; the state goes into OpenRLHF's own checkpoint. Nothing is raised."""

@@ -68,6 +68,12 @@ class Listener:
 
         found = columns(experiences)
         self.seen, self.tokens = rollout_view(*found), sum(found[3])
+        self.experiences = experiences
+
+    def measure(self, status: Mapping[str, Any]) -> None:
+        from autotune.hooks.openrlhf.drift import kl_step
+
+        self.seen["kl_step"] = kl_step(self.adapter.trainer, self.experiences)
 
     def on_step(self, status: Mapping[str, Any], step: int, client_states: Any) -> None:
         self.on_rollout(self.adapter.record(status, self.count, self.seen, self.tokens))

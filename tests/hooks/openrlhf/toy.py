@@ -188,6 +188,10 @@ class Policy:
     def append(self, experience: Experience) -> None:
         self.trainer.replay_buffer.append(experience)
 
+    @torch.no_grad()
+    def forward(self, sequences: Any, action_mask: Any, attention_mask: Any) -> torch.Tensor:
+        return self.model(sequences, action_mask, attention_mask=attention_mask)[0]
+
     def fit(self, kl_ctl: float = 0) -> Any:
         status = self.trainer.ppo_train(kl_ctl)
         self.trainer.replay_buffer.clear()
