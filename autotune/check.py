@@ -143,6 +143,9 @@ def advise(recipe: Recipe, ranks: int = 1) -> Iterator[Advice]:
     if recipe.trainer.has_critic and recipe.trainer.packing.tokens is not None:
         text = "packing.tokens counts what the actor reads: the critic pads the same responses to the longest"
         yield Advice("", f"{text}, so lower it where memory is short")
+    if recipe.rollout.one_step_off and recipe.rollout.cap() is None:
+        text = "one_step_off without importance weights: that responses come from the weights of one rollout"
+        yield Advice("", f"{text} before is not weighed; log_probs: all and importance_cap: auto do that")
     if ranks > 1:
         yield from _of_one_rank(recipe, ranks)
     if recipe.trainer.lr_schedule.warmup >= recipe.trainer.rollouts:

@@ -65,7 +65,7 @@ def recipe_facts(recipe: Recipe, world_size: int = 1) -> RunFacts:
         knob_capability=_knob_capability(recipe),
         metric_capability=_metric_capability(recipe),
         lr_warmup=recipe.trainer.lr_schedule.warmup,
-        staleness=0,
+        staleness=int(recipe.rollout.one_step_off),
         reward_maximum=reward_maximum(recipe),
     )
 
@@ -122,6 +122,8 @@ def _knob_capability(recipe: Recipe) -> dict[str, Capability]:
 def _metric_capability(recipe: Recipe) -> dict[str, Capability]:
     table = {name: Capability(Validity.VALID) for name in METRICS}
     table |= {n: Capability(Validity.NOT_LOGGED, reason) for n, reason in NOT_MEASURED.items()}
+    if recipe.rollout.one_step_off:
+        table["data_age"] = Capability(Validity.VALID)
     if not recipe.trainer.has_critic:
         table["value_loss"] = Capability(Validity.NOT_LOGGED, NO_CRITIC)
     if recipe.trainer.kl_coef == 0:

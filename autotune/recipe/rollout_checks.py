@@ -22,8 +22,8 @@ OF_VLLM = (
 )
 
 UNREAD = {
-    "hf": (*OF_VLLM, "server"),
-    "vllm": ("static_cache", "server"),
+    "hf": (*OF_VLLM, "server", "one_step_off"),
+    "vllm": ("static_cache", "server", "one_step_off"),
     "vllm_server": ("static_cache",),
 }
 """Engine -> fields that mean nothing to it."""
@@ -36,6 +36,22 @@ def check_rollout(recipe: Recipe) -> Found:
         yield from _limits(recipe)
     if recipe.rollout.engine == "vllm_server":
         yield from _server(recipe.rollout.server)
+        if recipe.rollout.one_step_off:
+            yield from _one_step_off(recipe.rollout)
+
+
+def _one_step_off(rollout: RolloutSection) -> Found:
+    if rollout.sleep:
+        yield (
+            ("rollout", "sleep"),
+            f"received {rollout.sleep} with one_step_off: the server works while the trainer does; use 0",
+        )
+    if rollout.old_log_probs == "sampler":
+        yield (
+            ("rollout", "old_log_probs"),
+            "received sampler with one_step_off: its log-probs are those of the weights before; expected"
+            " recompute",
+        )
 
 
 def _of_another_engine(rollout: RolloutSection) -> Found:

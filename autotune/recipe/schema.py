@@ -398,6 +398,9 @@ class RolloutSection(Section):
     """vllm on GPUs: what it gives back while training. 0 nothing; 1 its cache, weights wait in host memory;
     2 both, weights come anew with the next rollout."""
     server: ServerSection = ServerSection()
+    one_step_off: bool = False
+    """vllm_server: draw the next rollout's responses while this one's updates run. Data is then one rollout
+    old, which `importance_cap` weighs; a change of a sampling knob throws away what was drawn."""
     log_probs: Literal["all", "some"] = "all"
     """vllm: which responses' log-probs the sampler tells. They cost it a third of its speed where a model is
     small; `some`, those of every eighth prompt, are enough to measure `kl_mismatch`. No token is

@@ -144,17 +144,20 @@ def sample_all(
         ranks: this process among its peers.
         room: what fitted before.
     """
-    total = prompts.ids.shape[0] * group
-    mine = ranks.share(np.arange(total))
-    drawn = mine if len(mine) else np.arange(1)  # with more ranks than samples one has none: draw, drop
-    parts, done, room = [], 0, room or Room()
+    drawn, parts, done, room = rows_to_draw(prompts, group, ranks), [], 0, room or Room()
     while done < len(drawn):
         rows = drawn[done : done + room.at_once(chunk)]
         part = _fitting(sampler, prompts, rows, group, draw, room)
         if part is not None:
             parts.append(part)
             done += len(rows)
-    return _gather(parts, mine, prompts, group, ranks)
+    return gathered(parts, prompts, group, ranks)
+
+
+def rows_to_draw(prompts: Prompts, group: int, ranks: Ranks) -> Rows:
+    """The samples that this rank draws; where it has none, it draws one and drops it."""
+    mine = ranks.share(np.arange(prompts.ids.shape[0] * group))
+    return mine if len(mine) else np.arange(1)
 
 
 def _fitting(
@@ -171,8 +174,14 @@ def _fitting(
     return None
 
 
-def _gather(parts: Sequence[Responses], mine: Rows, prompts: Prompts, group: int, ranks: Ranks) -> Samples:
+def gathered(parts: Sequence[Responses], prompts: Prompts, group: int, ranks: Ranks) -> Samples:
+    """Every rank's responses, on every rank; a collective call.
+
+    Args:
+        parts: this rank's, in the order of `rows_to_draw`.
+    """
     total = prompts.ids.shape[0] * group
+    mine = ranks.share(np.arange(total))
 
     def whole(pick: Callable[[Responses], Tensor]) -> Tensor:
         return ranks.whole(mine, torch.cat([pick(part) for part in parts])[: len(mine)], total)

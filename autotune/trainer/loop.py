@@ -31,16 +31,8 @@ from autotune.trainer.checkpoint import (
     save_checkpoint,
 )
 from autotune.trainer.clock import PhaseClock
-from autotune.trainer.collect import (
-    Collected,
-    Room,
-    Samples,
-    Scores,
-    collect,
-    describe,
-    sample_all,
-    score_all,
-)
+from autotune.trainer.collect import Collected, describe
+from autotune.trainer.drawing import Drawing
 from autotune.trainer.engine import Engine
 from autotune.trainer.evaluate import evaluate
 from autotune.trainer.graphs import Graphs, hindrance
@@ -51,7 +43,6 @@ from autotune.trainer.order import Stream, torch_seed
 from autotune.trainer.packing import packs
 from autotune.trainer.parts import build_parts
 from autotune.trainer.records import RolloutRecord
-from autotune.trainer.rollout.base import Draw, pad_prompts
 from autotune.trainer.schedule import factor
 from autotune.trainer.scoring import Scoring, loss_knobs
 from autotune.trainer.update import (
@@ -94,12 +85,6 @@ class Trainer:
         self.folder = Path(folder)
         self.rollout = 0
         self.restored_state: dict[str, Any] | None = None
-        self._cursor = 0  # prompts drawn so far
-        self._drawn = 0  # prompts of the rollout in progress
-        self._dropped = 0  # prompts that it passed over because they are too long
-        self._tokens = 0  # sampled so far, prompts' and responses'; a restore takes none of them back
-        self._drawn_tokens = 0  # of the rollout in progress
-        self._room = Room(on_shrink=lambda text: self._note("rollout/memory", text))
         self._resumed = resume
         self._on_phase = on_phase or (lambda phase, rollout: None)
         self._on_event = on_event or (lambda name, payload: None)
@@ -122,6 +107,7 @@ class Trainer:
             shortest_prompts=(self.parts.prompts.shortest_limit, self.parts.prompts.why_not_shorter),
             highest_temperature=recipe.rollout.highest_temperature(),
         )
+        self.drawing = Drawing(recipe, self.parts, self.live, self._note)
         if resume:
             self._resume()
         elif recipe.checkpoint.start is not None:
@@ -161,9 +147,7 @@ class Trainer:
             raise
 
     def _over(self) -> bool:
-        trainer = self.recipe.trainer
-        spent = trainer.token_budget is not None and self._tokens >= trainer.token_budget
-        return spent or self.rollout >= trainer.rollouts
+        return self.drawing.over(self.rollout, self.drawing.tokens)
 
     def undo_rollout(self) -> None:
         """Bring back weights, moments and step count from before this rollout's updates.
@@ -194,6 +178,7 @@ class Trainer:
                 f"no whole checkpoint of rollout {before_rollout} or before in {self._checkpoints}"
             )
         self._load(path)
+        self.drawing.brought_back()
         return checkpoint_rollout(path)
 
     def evaluate(self) -> dict[str, Any]:
@@ -201,6 +186,7 @@ class Trainer:
         parts = self.parts
         if parts.held_out is None:
             return {}
+        self.drawing.wait()  # for the sampler: the weights are replaced
         with parts.engine.whole_weights(), parts.sampler.ready():
             return evaluate(
                 self.recipe,
@@ -209,13 +195,14 @@ class Trainer:
                 parts.rewards,
                 parts.tokenizer,
                 parts.ranks,
-                self._room,
+                self.drawing.room,
             )
 
     def close(self) -> None:
         """Give the engines' memory back."""
         self.parts.rewards.close()
         self.parts.sampler.close()
+        self.drawing.close()
         for engine in self._engines:
             engine.close()
 
@@ -237,8 +224,7 @@ class Trainer:
                 on_rollout(record)
             finally:  # whatever it raised, this rollout has happened
                 self.rollout += 1
-                self._cursor += self._drawn + self._dropped
-                self._tokens += self._drawn_tokens
+                self.drawing.finish()
         if self._checkpoint_due():
             self._save()
 
@@ -248,7 +234,8 @@ class Trainer:
         with clock.phase("total"):
             self._on_phase("rollout", self.rollout)
             with self._whole_weights():
-                data = self._sampled(clock)
+                data = self.drawing.rollout(self.rollout, clock)
+                self._tell_news()
                 self._interrupts.obey()
                 scoring = self._scoring(data)
                 plan = scoring.plan()
@@ -284,51 +271,6 @@ class Trainer:
             for engine in self._engines:
                 whole.enter_context(engine.whole_weights())
             yield
-
-    def _sampled(self, clock: PhaseClock) -> Collected:
-        """This rollout's data, from the model's present weights."""
-        sampler = self.parts.sampler
-        with ExitStack() as ready:
-            if sampler.has_own_weights:
-                with clock.phase("weight_sync"):
-                    ready.enter_context(sampler.ready())
-            with clock.phase("rollout"):
-                return self._collect()
-
-    def _collect(self) -> Collected:
-        group, rounds = self.live.count("rollout_n"), self.recipe.trainer.dynamic_sampling
-        at_least = -(-self.parts.ranks.size // group)  # every rank needs something to sample
-        self._dropped = 0
-
-        def draw_round(before: int, count: int) -> tuple[Samples, Scores]:
-            return self._draw(before, max(count, at_least))
-
-        data = collect(draw_round, self.live.count("train_batch_size"), rounds)
-        self._drawn = len(data.scores.silent)
-        drawn = data.drawn
-        self._drawn_tokens = int(drawn.lengths.sum() + drawn.prompt_lengths.sum() * group)
-        return data
-
-    def _draw(self, before: int, count: int) -> tuple[Samples, Scores]:
-        """Sample and score the next `count` prompts' groups, `before` prompts into the rollout."""
-        parts, live = self.parts, self.live
-        group = live.count("rollout_n")
-        place, limit = self._cursor + before + self._dropped, live.count("max_prompt_length")
-        taken = parts.prompts.take(place, count, limit)
-        self._dropped += taken.dropped
-        prompts = pad_prompts(taken.encoded, limit, parts.pad_id)
-        draw = Draw(
-            seed=self.recipe.seed,
-            rollout=self.rollout,
-            temperature=live["temperature"],
-            max_response_length=live.count("max_response_length"),
-            first_prompt=before,
-        )
-        chunk = live.count("rollout_micro_batch_size")
-        samples = sample_all(parts.sampler, prompts, draw, group, chunk, parts.ranks, self._room)
-        scores = score_all(samples, taken.examples, parts.rewards, parts.tokenizer, group, parts.ranks)
-        self._tell_news()
-        return samples, scores
 
     def _recorded_passes(self) -> Graphs | None:
         """CUDA graphs, where the recipe wants them and this run can: packed, on a GPU, alone at ZeRO 0."""
@@ -395,8 +337,10 @@ class Trainer:
         scalars = describe(data.drawn, data.scores) | measured.scalars
         scalars["learning_rate"] = self.parts.engine.learning_rate()
         scalars["updates_skipped"] = float(moved.count(False))
-        scalars["prompts_dropped"] = float(self._dropped)
-        scalars["tokens_per_second"] = self._drawn_tokens / clock.seconds["total"]
+        scalars["prompts_dropped"] = float(self.drawing.dropped)
+        scalars["tokens_per_second"] = self.drawing.drawn_tokens / clock.seconds["total"]
+        if self.recipe.rollout.one_step_off:
+            scalars["data_age"] = self.drawing.age
         if evaluation:
             scalars["eval_score"] = evaluation.get("greedy", evaluation["sampled"])
         return scalars
@@ -480,11 +424,9 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {
             "rollout": self.rollout,
-            "cursor": self._cursor,
-            "tokens": self._tokens,
+            **self.drawing.state_dict(),
             "live": self.live.state_dict(),
             "rewards": self.parts.rewards.state_dict(),
-            "room": self._room.limit,
             "extra": self._extra_state(),
         }
 
@@ -496,19 +438,18 @@ class Trainer:
                 " start the run without --resume"
             )
         state = self._load(found)
-        self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
-        self._tokens = int(state.get("tokens", 0))
+        self.rollout = int(state["rollout"])
+        self.drawing.load_state_dict(state)
         self.live.load_state_dict(state["live"])
         self.parts.rewards.load_state_dict(state["rewards"])
-        self._room.limit = state.get("room")
         self.restored_state = state["extra"]
         self._saved = self.rollout
 
     def _begin_from(self, path: Path) -> None:
         """Go on where another run's checkpoint was, under the knobs of this recipe."""
         state = self._load(path)
-        self.rollout, self._cursor = int(state["rollout"]), int(state["cursor"])
-        self._tokens = int(state.get("tokens", 0))
+        self.rollout = int(state["rollout"])
+        self.drawing.load_state_dict(state, room=False)
 
     def _load(self, path: Path) -> dict[str, Any]:
         critic = self.parts.critic

@@ -15,12 +15,14 @@ from experiments.throughput.task import REWARD, TASK
 from experiments.throughput.turns import Turns, TurnsOver
 from experiments.throughput.work import SHAPES, Fed, Work, fed_rollout
 
+_VLLM = {
+    **{"request_seeds": False, "log_probs": "some"},
+    # Room for 256 sequences of 320 tokens; without it the engine would take a share of the device.
+    **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 8 << 30},
+}
 ENGINES: dict[str, dict[str, Any]] = {
-    "vllm": {
-        **{"engine": "vllm", "request_seeds": False, "log_probs": "some"},
-        # Room for 256 sequences of 320 tokens; without it the engine would take a share of the device.
-        **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 8 << 30},
-    },
+    "vllm": {"engine": "vllm", **_VLLM},
+    "server": {"engine": "vllm_server", **_VLLM},
     "hf": {"engine": "hf"},
 }
 
@@ -30,7 +32,7 @@ def recipe(options: argparse.Namespace, work: Work, folder: str) -> Any:
     from autotune.recipe.schema import Recipe
 
     rollout = dict(ENGINES["hf" if options.engine == "fed" else options.engine])
-    if options.engine == "vllm":
+    if options.engine in ("vllm", "server"):
         rollout["max_model_len"] = work.prompt_limit + work.longest
     data: dict[str, Any] = {
         "name": "throughput",
@@ -139,6 +141,7 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path) -> Any:
             rewards=fed,  # type: ignore[arg-type]
             held_out=None,
         )
+        trainer.drawing.parts = trainer.parts
     return trainer
 
 
@@ -174,7 +177,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--work", required=True)
-    parser.add_argument("--engine", choices=("fed", "vllm", "hf"), required=True)
+    parser.add_argument("--engine", choices=("fed", *ENGINES), required=True)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--profile", help="write a table of the costliest operations of one rollout here")
     options = parser.parse_args()

@@ -50,6 +50,7 @@ OURS_FED = Arm("ours, fed", "arm_ours", ("--engine", "fed"))
 SPARE = ("--set", "rollout.old_log_probs=sampler", "--set", "rollout.log_probs=all")
 OURS_VLLM = Arm("ours + vLLM", "arm_ours", ("--engine", "vllm"))
 OURS_SPARE = Arm("ours + vLLM, its log-probs", "arm_ours", ("--engine", "vllm", *SPARE))
+SERVER = Arm("ours + server", "arm_ours", ("--engine", "server"))
 OURS_HF = Arm("ours + hf", "arm_ours", ("--engine", "hf"))
 
 
@@ -59,6 +60,9 @@ def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
     return Arm(f"{base.name}, {name}", base.module, (*base.options, *more))
 
 
+OFF = without("one step off", "rollout.one_step_off=true", base=SERVER)
+WEIGHED = without("weighed", "rollout.log_probs=all", base=OFF)
+TWO = without("two servers", "rollout.server.replicas=2", f"rollout.kv_cache_bytes={4 << 30}", base=WEIGHED)
 FUSED = without("compiled head", "trainer.packing.compile_head=true")
 PLAIN = without("no graphs", "trainer.packing.graphs=false")
 ABLATIONS = (
@@ -104,6 +108,11 @@ def each_once(ablations: Sequence[Arm]) -> tuple[int, ...]:
     return (*range(len(ablations) + 1), 0)
 
 
+def there_and_back(arms: int) -> tuple[int, ...]:
+    """A B C C B A: what drifts with time falls on all of them alike."""
+    return (*range(arms), *reversed(range(arms)))
+
+
 def groups(tiny: bool) -> tuple[Group, ...]:
     """In the order of their worth, should time run out."""
     if tiny:
@@ -117,13 +126,14 @@ def groups(tiny: bool) -> tuple[Group, ...]:
             Group("techniques", "tiny", (ours, *lacking), each_once(lacking), 1, 1),
             Group("end to end", "tiny", (hf,), (0,), 1, 1),
         )
-    three, abba = (0, 1, 2, 2, 1, 0), (0, 1, 1, 0)
+    three, abba = there_and_back(3), there_and_back(2)
     # Both sides are on the device at the same time: what a graph keeps would not fit beside the other.
     ours_large = smaller(OURS_VLLM, *(part for s in LARGE for part in ("--set", s)))
     end = {"at_once": False}
     return (
         Group("training", "135m", (TRL_FED, OURS_FED, PLAIN, FUSED), (0, 1, 2, 3, 3, 2, 1, 0), 6),
         Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
+        Group("one step off", "135m", (TRL_VLLM, SERVER, OFF, WEIGHED, TWO), there_and_back(5), 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),

@@ -187,10 +187,15 @@ def test_dynamic_sampling_in_the_loop(make_recipe: MakeRecipe, start: Callable[.
     records: dict[str, list[RolloutRecord]] = {"plain": [], "dapo": []}
     plain.run(records["plain"].append)
     collected: list[Collected] = []
-    original = dapo._collect
-    dapo._collect = lambda: collected.append(original()) or collected[-1]  # type: ignore[method-assign,func-returns-value]
+    original = dapo.drawing.collect
+
+    def kept(*given: Any) -> Any:
+        collected.append(original(*given))
+        return collected[-1]
+
+    dapo.drawing.collect = kept  # type: ignore[method-assign]
     dapo.run(records["dapo"].append)
-    assert dapo._cursor > plain._cursor == 16
+    assert dapo.drawing.cursor > plain.drawing.cursor == 16
     for data, record in zip(collected, records["dapo"], strict=True):
         groups = data.rewards.view(-1, 4)
         assert len(groups) == 8
@@ -198,7 +203,7 @@ def test_dynamic_sampling_in_the_loop(make_recipe: MakeRecipe, start: Callable[.
         assert record.scalars["reward_mean"] == pytest.approx(float(np.nanmean(data.scores.total)))
         assert data.scores.silent.any()
         assert record.scalars["zero_std_fraction"] == pytest.approx(data.scores.silent.mean())
-    assert sum(len(data.scores.silent) for data in collected) == dapo._cursor
+    assert sum(len(data.scores.silent) for data in collected) == dapo.drawing.cursor
     first = collected[0]
     signal = ~first.scores.silent[:8]  # its first round is the other run's only round
     assert signal.mean() == pytest.approx(1 - records["plain"][0].scalars["zero_std_fraction"])  # type: ignore[operator]
@@ -206,8 +211,8 @@ def test_dynamic_sampling_in_the_loop(make_recipe: MakeRecipe, start: Callable[.
 
 def test_later_rounds_have_noise_of_their_own(make_recipe: MakeRecipe, start: Callable[..., Trainer]) -> None:
     trainer = start(make_recipe(rollouts=1))
-    first, _ = trainer._draw(0, 8)
-    trainer._cursor = -40  # so that the round 40 prompts into the rollout sees the same prompts
-    later, _ = trainer._draw(40, 8)
+    first, _ = trainer.drawing.round(0, 0, 8)
+    trainer.drawing.cursor = -40  # so that the round 40 prompts into the rollout sees the same prompts
+    later, _ = trainer.drawing.round(0, 40, 8)
     assert torch.equal(first.batch.prompt_ids, later.batch.prompt_ids)
     assert not torch.equal(first.batch.response_ids, later.batch.response_ids)

@@ -153,7 +153,7 @@ def test_a_checkpoint_comes_back_exactly(make_recipe: MakeRecipe, start: Callabl
 
     trainer.run(on_rollout)
     assert trainer.rollout == 6
-    assert trainer._cursor == 48  # the data cursor went on
+    assert trainer.drawing.cursor == 48  # the data cursor went on
     with pytest.raises(CheckpointError, match="rollout -1"):
         trainer.restore_checkpoint(-1)
 
@@ -382,11 +382,11 @@ def test_a_rollout_that_did_not_fit_is_cut_noted_and_remembered_across_a_resume(
     start(recipe, "whole").run(whole.append)
     notes: list[str] = []
     tight = start(recipe, "tight", on_event=lambda name, payload: notes.append(payload.get("about", name)))
-    tight.parts = replace(tight.parts, sampler=TightSampler(tight.parts.sampler))
+    tight.drawing.parts = replace(tight.parts, sampler=TightSampler(tight.parts.sampler))
     tight.run(cut.append)
     assert notes.count("rollout/memory") == 3  # 32 samples: 16, 8, 4
     assert [lasting(record) for record in cut] == [lasting(record) for record in whole]
-    assert start(recipe, "tight", resume=True)._room.limit == 4
+    assert start(recipe, "tight", resume=True).drawing.room.limit == 4
 
 
 def test_old_log_probs_are_spared_while_sampler_and_trainer_agree_and_recomputed_when_not(

@@ -113,7 +113,7 @@ def test_dropped_prompts_are_counted_and_a_resumed_run_goes_on_behind(start: Cal
     whole.run(records.append)
     assert all(r.scalars["prompt_length_max"] == 4 and r.scalars["prompts_cut"] == 0 for r in records)
     assert sum(r.scalars["prompts_dropped"] for r in records) > 4
-    assert whole._cursor == 4 * 4 + sum(r.scalars["prompts_dropped"] for r in records)
+    assert whole.drawing.cursor == 4 * 4 + sum(r.scalars["prompts_dropped"] for r in records)
 
     class Killed(Exception):
         pass

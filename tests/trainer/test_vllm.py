@@ -282,6 +282,28 @@ def test_a_run_with_two_servers(sections: dict[str, Any], tmp_path: Path) -> Non
     assert not _servers_in(tmp_path)
 
 
+def test_one_step_off_with_a_server(sections: dict[str, Any], tmp_path: Path) -> None:
+    """The mismatch of a rollout drawn ahead is the drift in between; one drawn anew has none."""
+    recipe = {**sections, "rollout": {"engine": "vllm_server", "one_step_off": True}}
+    sizes = {"micro_batch_size": 16, "rollout_micro_batch_size": 32}
+    recipe["trainer"] = {**recipe["trainer"], "rollouts": 4, **sizes}
+    records: list[Any] = []
+    trainer = Trainer(Recipe.model_validate(recipe), tmp_path / "run")
+
+    def on_rollout(record: Any) -> None:
+        records.append(record.scalars)
+        if record.rollout == 1:
+            trainer.live.set_many({"temperature": 0.9})
+
+    try:
+        trainer.run(on_rollout)
+    finally:
+        trainer.close()
+    assert [scalars["data_age"] for scalars in records] == [0, 1, 0, 1]
+    mismatch = [scalars["kl_mismatch"] for scalars in records]
+    assert max(mismatch[0], mismatch[2]) < 1e-6 and min(mismatch[1], mismatch[3]) > 1e-5
+
+
 def _metrics(row: dict[str, Any]) -> Iterator[dict[str, float]]:
     """Metrics of a rollout, wherever a journal row keeps its snapshot."""
     for value in row.values():

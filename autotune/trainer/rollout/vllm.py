@@ -83,12 +83,18 @@ class VllmSampler:
 
     def sample(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Responses:
         """Draw one response per row; see `Sampler.sample`."""
+        generated = self.generate(prompts, prompt_of, sample_of, draw)
+        return self.responses(generated, draw.max_response_length)
+
+    def generate(self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Generated:
+        """The first half of `sample`: the engine's answer, on the CPU; the training device is not touched."""
         requests = group_requests(prompts, prompt_of, sample_of, draw, self._seeds, self._log_probs_of)
         temperature = 0.0 if draw.greedy else draw.temperature
         sampling = Sampling(temperature, draw.max_response_length, self._end_ids)
-        return self._responses(self._engine.generate(requests, sampling), draw.max_response_length)
+        return self._engine.generate(requests, sampling)
 
-    def _responses(self, generated: Generated, width: int) -> Responses:
+    def responses(self, generated: Generated, width: int) -> Responses:
+        """The second half: rows of `width` on the device of the model in training."""
         device = self._model.device
         ids, lengths = generated.ids.to(device), generated.lengths.to(device)  # [B, r], [B]
         missing = width - ids.shape[1]
