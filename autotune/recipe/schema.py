@@ -366,9 +366,10 @@ class ServerSection(Section):
     starts itself."""
     devices: tuple[int, ...] = ()
     """CUDA devices of the servers, counted like their ports; empty shares the ranks' own."""
-    transfer: Literal["auto", "file", "ipc"] = "auto"
-    """How weights get there: a safetensors file in shared memory, or CUDA's handles to the trainer's own
-    memory; auto is `ipc` on GPUs and `file` elsewhere."""
+    transfer: Literal["auto", "file", "ipc", "broadcast"] = "auto"
+    """How weights get there: a safetensors file in shared memory; CUDA's handles to the trainer's own memory,
+    on the same GPU; NCCL, or gloo on CPUs. auto is `ipc` on the same GPU, `broadcast` to another one, and
+    `file` elsewhere and where these fail."""
 
 
 class RolloutSection(Section):

@@ -283,8 +283,11 @@ def test_a_run_with_two_servers(sections: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_one_step_off_with_a_server(sections: dict[str, Any], tmp_path: Path) -> None:
-    """The mismatch of a rollout drawn ahead is the drift in between; one drawn anew has none."""
-    recipe = {**sections, "rollout": {"engine": "vllm_server", "one_step_off": True}}
+    """The mismatch of a rollout drawn ahead is the drift in between; one drawn anew has none, so the weights
+    that were broadcast are the trainer's.
+    """
+    rollout = {"engine": "vllm_server", "one_step_off": True, "server": {"transfer": "broadcast"}}
+    recipe = {**sections, "rollout": rollout}
     sizes = {"micro_batch_size": 16, "rollout_micro_batch_size": 32}
     recipe["trainer"] = {**recipe["trainer"], "rollouts": 4, **sizes}
     records: list[Any] = []

@@ -1,9 +1,10 @@
 """The trainer's side of a sampling server: starting it, handing weights over, asking for responses.
 
-Weights travel within the machine. On GPUs the server is told where the trainer's tensors lie and reads
-them there (`transfer: ipc`); elsewhere they are written once, as safetensors, into shared memory
-(`/dev/shm`) and read from there (`transfer: file`). A server that runs already needs the same folder,
-given to both sides by AUTOTUNE_SERVER_FOLDER.
+Weights travel within the machine. On a shared GPU the server is told where the trainer's tensors lie and
+reads them there (`transfer: ipc`); to another GPU they are broadcast over NCCL (`transfer: broadcast`);
+elsewhere they are written once, as safetensors, into shared memory (`/dev/shm`) and read from there
+(`transfer: file`). A server that runs already needs the same folder, given to both sides by
+AUTOTUNE_SERVER_FOLDER.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,6 +30,7 @@ import torch
 from autotune.errors import InputError, TrainingError
 from autotune.recipe.schema import ServerSection
 from autotune.trainer.rollout import wire
+from autotune.trainer.rollout.broadcast import BUCKET, Pair, describe
 from autotune.trainer.rollout.vllm_engine import EngineOptions, Generated, Request, Sampling, Weights
 
 TOKEN_VARIABLE = "AUTOTUNE_SERVER_TOKEN"
@@ -48,7 +52,10 @@ class ServerEngine:
         self._section = section
         self._process: subprocess.Popen[bytes] | None = None
         self._made_folder = section.start
-        self._handles_work = True
+        self._fast_way_works = True  # of the two that `auto` tries on GPUs
+        self._pair: Pair | None = None
+        self._meetings = itertools.count()
+        self._rank = rank
         self._folder = _folder(section.start)
         self._file = f"weights-{rank}.safetensors"  # servers that run already may share a folder
         self._token = secrets.token_hex(16) if section.start else _given(TOKEN_VARIABLE)
@@ -66,8 +73,41 @@ class ServerEngine:
     def load(self, weights: Weights) -> None:
         """Hand over all weights; the server has them when this returns."""
         tensors = dict(weights)
-        if self._by_handle(tensors) and self._load_by_handle(tensors):
-            return
+        way = self._way(tensors)
+        if way == "file" or not self._load_fast(way, tensors):
+            self._load_by_file(tensors)
+
+    def _way(self, tensors: dict[str, torch.Tensor]) -> str:
+        """How these weights go: ipc, broadcast or file.
+
+        Raises:
+            InputError: the recipe insists on one that cannot be.
+        """
+        wanted, on_gpu = self._section.transfer, all(tensor.is_cuda for tensor in tensors.values())
+        if wanted == "ipc" and not on_gpu:
+            raise InputError("rollout.server.transfer: ipc needs weights on a GPU; use auto or file")
+        if wanted == "broadcast" and on_gpu and not self._elsewhere:
+            raise InputError(
+                "rollout.server.transfer: broadcast needs a GPU of the server's own (rollout.server.devices):"
+                " NCCL does not connect two processes on one; use auto or ipc"
+            )
+        if wanted != "auto":
+            return wanted
+        fast = "broadcast" if self._elsewhere else "ipc"
+        return fast if on_gpu and self._fast_way_works else "file"
+
+    def _load_fast(self, way: str, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether it went well; where the recipe leaves the way open, a file takes over for good."""
+        try:
+            self._load_by_handle(tensors) if way == "ipc" else self._load_by_broadcast(tensors)
+        except (TrainingError, RuntimeError) as error:
+            if self._section.transfer != "auto" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            _LOG.warning("transfer: %s does not work here (%s): weights go through a file", way, error)
+            self._fast_way_works = False
+        return self._fast_way_works
+
+    def _load_by_file(self, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
         save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, self._folder / self._file)
@@ -76,24 +116,38 @@ class ServerEngine:
         finally:
             (self._folder / self._file).unlink(missing_ok=True)
 
-    def _load_by_handle(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether it went well; where the recipe leaves the way open, a file takes over for good."""
-        torch.cuda.synchronize()  # the other process reads on a stream of its own
-        try:
-            self._ask("/load", _json({"tensors": [wire.export_tensor(n, t) for n, t in tensors.items()]}))
-        except (TrainingError, RuntimeError) as error:
-            if self._section.transfer == "ipc" or isinstance(error, torch.OutOfMemoryError):
-                raise
-            _LOG.warning("CUDA handles do not work here (%s): weights go through a file", error)
-            self._handles_work = False
-        return self._handles_work
+    def _load_by_handle(self, tensors: dict[str, torch.Tensor]) -> None:
+        torch.cuda.synchronize(_device(tensors))  # the other process reads on a stream of its own
+        self._ask("/load", _json({"tensors": [wire.export_tensor(n, t) for n, t in tensors.items()]}))
 
-    def _by_handle(self, tensors: dict[str, torch.Tensor]) -> bool:
-        on_gpu = all(tensor.is_cuda for tensor in tensors.values())
-        if self._section.transfer == "ipc" and not on_gpu:
-            raise InputError("rollout.server.transfer: ipc needs weights on a GPU; use auto or file")
-        possible = on_gpu and self._handles_work and not self._section.devices
-        return possible and self._section.transfer != "file"
+    def _load_by_broadcast(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The server is asked in a thread, for both sides work at the same time."""
+        if self._pair is None:
+            self._meeting = f"meeting-{self._rank}-{next(self._meetings)}"
+        call = {"group": self._meeting, "bucket": BUCKET, "tensors": describe(tensors)}
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(self._ask, "/load", _json({"broadcast": call}))
+
+            def check() -> None:
+                if asked.done():
+                    asked.result()  # raises what went wrong there
+
+            try:
+                self._pair = self._pair or Pair(self._folder / self._meeting, 0, _device(tensors))
+                self._pair.send(tensors, check)
+                asked.result()
+            except BaseException:
+                pair, self._pair = self._pair, None  # what is left of it is of no use
+                if pair is not None:
+                    pair.leave()
+                check()  # the server's own words, where it has some
+                raise
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether the server has a device that is not the trainer's."""
+        devices = self._section.devices
+        return self._rank < len(devices) and devices[self._rank] != _own_device()
 
     def sleep(self) -> None:
         """Tell the engine to give memory back."""
@@ -185,12 +239,17 @@ def server_environment(section: ServerSection, token: str, rank: int) -> dict[st
     group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in group}
     environment[TOKEN_VARIABLE] = token
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
     device = section.devices[rank] if rank < len(section.devices) else _own_device()
     if device is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else []
         environment["CUDA_VISIBLE_DEVICES"] = names[device] if device < len(names) else str(device)
     return environment
+
+
+def _device(tensors: dict[str, torch.Tensor]) -> torch.device:
+    return next(iter(tensors.values())).device
 
 
 def _own_device() -> int | None:

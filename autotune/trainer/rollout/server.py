@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from autotune.trainer.rollout import wire
+from autotune.trainer.rollout.broadcast import Pair
 from autotune.trainer.rollout.vllm_engine import EngineOptions, VllmEngine
 
 TOKEN_VARIABLE = "AUTOTUNE_SERVER_TOKEN"
@@ -40,6 +41,8 @@ class Server(ThreadingHTTPServer):
         self.token = token
         self.folder = folder
         self.turn = threading.Lock()
+        self.pair: tuple[str, Pair] | None = None
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         super().__init__(address, Handler)
 
     def answer(self, path: str, body: bytes) -> bytes:
@@ -60,12 +63,34 @@ class Server(ThreadingHTTPServer):
         from safetensors.torch import load_file
 
         data = json.loads(body)
-        if "tensors" in data:
+        if "broadcast" in data:
+            self._receive(**data["broadcast"])
+        elif "tensors" in data:
             self.engine.load(wire.import_tensors(data["tensors"]))
             torch.cuda.synchronize()  # the copies are done before the owner may change what was copied
         else:
             self.engine.load(load_file(self._inside(data["file"])).items())
         return b"{}"
+
+    def _receive(self, group: str, bucket: int, tensors: list[Any]) -> None:
+        """Weights that the trainer broadcasts while this call is under way."""
+        metas = [(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
+        meeting = self._inside(group)
+        try:
+            if self.pair is None or self.pair[0] != group:
+                self._leave()
+                self.pair = group, Pair(meeting, 1, self.device)
+            self.engine.load(self.pair[1].receive(metas, bucket))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            pair[1].leave()
 
     def _inside(self, name: str) -> Path:
         """The file of that name in the server's own folder."""

@@ -1,7 +1,8 @@
 """What a sampling server and its trainer say to each other: JSON and safetensors, never a pickle.
 
     POST /generate   JSON {requests, sampling}                   answer: safetensors ids, lengths, log_probs
-    POST /load       JSON {file} or {tensors: [CUDA handles]}    answer: {}
+    POST /load       JSON {file}, {tensors: [CUDA handles]}, or
+                     {broadcast: {group, bucket, tensors}}       answer: {}
     POST /sleep, /close, GET /health                             answer: JSON
 
 Every call carries the run's token in a header; a server without the right one answers 403 and does
