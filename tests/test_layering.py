@@ -13,7 +13,6 @@ import ast
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -262,13 +261,13 @@ LIBRARIES = "import numpy, pydantic, ruamel.yaml, typer, rich.console"
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_answer_fast(command: str) -> None:
-    """Median below 0.8 s of CPU; on a slower machine, below 1.6 times what our five libraries cost.
+    """Below 0.8 s of CPU; on a slower machine, below 1.6 times what our five libraries cost.
 
-    The two are measured in turns, so that a busy neighbour slows both.
+    The two are measured in turns, and the least of five is taken: a busy neighbour can only add.
     """
     own_times, library_times = [], []
     for _ in range(5):
         own_times.append(cpu_seconds(["-m", "autotune", *COMMANDS[command]]))
         library_times.append(cpu_seconds(["-c", LIBRARIES]))
-    limit = max(0.8, 1.6 * statistics.median(library_times))
-    assert statistics.median(own_times) < limit, f"{own_times} against libraries {library_times}"
+    limit = max(0.8, 1.6 * min(library_times))
+    assert min(own_times) < limit, f"{own_times} against libraries {library_times}"
