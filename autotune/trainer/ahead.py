@@ -64,9 +64,10 @@ class Drawn:
 
     @property
     def tokens(self) -> int:
-        """Sampled by this rank, prompts' and responses'."""
-        prompts = self.order.prompts.lengths[torch.from_numpy(self.rows // self.order.group)]
-        return int(prompts.sum()) + sum(int(part.lengths.sum()) for part in self.parts) if self.whole else 0
+        """Sampled by this rank, prompts' and responses', also where memory ended before all was drawn."""
+        drawn = self.rows[: sum(len(part.lengths) for part in self.parts)]
+        prompts = self.order.prompts.lengths[torch.from_numpy(drawn // self.order.group)]
+        return int(prompts.sum()) + sum(int(part.lengths.sum()) for part in self.parts)
 
 
 class Ahead:

@@ -78,7 +78,7 @@ class Drawing:
                     ready.enter_context(sampler.ready())
             with clock.phase("rollout"):
                 data = self.collect(rollout, ahead)
-        self.age = float(ahead is not None and ahead.whole)
+        self.age = float(ahead is not None and ahead.whole)  # of this rank's; rank 0 decides
         self._begin_next(rollout + 1)
         return data
 
@@ -169,14 +169,16 @@ class Drawing:
         reason = "weights of a checkpoint were brought back" if self._foreign else ""
         if drawn.order.key != wanted.key:
             reason = reason or "a knob of sampling has changed"
+        self.tokens += self._of_all_ranks(drawn.tokens if reason or not drawn.whole else 0)
         if not reason:
             return drawn
-        self.tokens += int(self.parts.ranks.sum(self._count(drawn.tokens)))
         self._note("rollout/ahead", f"{reason}: what was drawn ahead is thrown away and drawn anew")
         return None
 
-    def _count(self, number: int) -> torch.Tensor:
-        return torch.tensor(number, device=self.parts.engine.device)
+    def _of_all_ranks(self, number: int) -> int:
+        """The sum; a collective call."""
+        ranks, device = self.parts.ranks, self.parts.engine.device
+        return number if ranks.size == 1 else int(ranks.sum(torch.tensor(number, device=device)))
 
     def _gathered(self, ahead: Drawn) -> Samples:
         """Every rank's share of what was drawn ahead; a rank that had no memory for its own draws it now."""

@@ -180,3 +180,23 @@ def test_a_server_has_no_process_group_and_its_own_device(monkeypatch: pytest.Mo
     assert environment["CUDA_VISIBLE_DEVICES"] == "6"
     assert environment[TOKEN_VARIABLE] == TOKEN
     assert not {"RANK", "WORLD_SIZE"} & environment.keys()
+
+
+def test_a_handle_is_made_once_for_weights_that_stay(
+    client: ServerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharing a storage again wraps it again; a new storage needs a handle of its own, wherever it lies."""
+    made: list[str] = []
+
+    def export(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        made.append(name)
+        return {"name": name, "at": len(made)}
+
+    monkeypatch.setattr(wire, "export_tensor", export)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    first = client._exported("w", parameter.detach())
+    parameter.data.add_(1)  # an update, in place
+    assert client._exported("w", parameter.detach()) is first and made == ["w"]
+    for count in range(2, 6):  # adapters are folded into a new tensor every time, likely at the same address
+        assert client._exported("w", parameter.detach() + 1)["at"] == count
+    assert client._exported("v", parameter.detach()[1:])["name"] == "v"

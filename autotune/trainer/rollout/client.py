@@ -23,9 +23,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autotune.errors import InputError, TrainingError
 from autotune.recipe.schema import ServerSection
@@ -37,6 +40,15 @@ TOKEN_VARIABLE = "AUTOTUNE_SERVER_TOKEN"
 FOLDER_VARIABLE = "AUTOTUNE_SERVER_FOLDER"
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A CUDA handle to a tensor, and what it was made of."""
+
+    place: tuple[Any, ...]
+    storage: StorageWeakRef
+    exported: dict[str, Any]
 
 
 class ServerEngine:
@@ -54,6 +66,7 @@ class ServerEngine:
         self._made_folder = section.start
         self._fast_way_works = True  # of the two that `auto` tries on GPUs
         self._pair: Pair | None = None
+        self._handles: dict[str, _Handle] = {}
         self._meetings = itertools.count()
         self._rank = rank
         self._folder = _folder(section.start)
@@ -118,7 +131,19 @@ class ServerEngine:
 
     def _load_by_handle(self, tensors: dict[str, torch.Tensor]) -> None:
         torch.cuda.synchronize(_device(tensors))  # the other process reads on a stream of its own
-        self._ask("/load", _json({"tensors": [wire.export_tensor(n, t) for n, t in tensors.items()]}))
+        self._ask("/load", _json({"tensors": [self._exported(n, t) for n, t in tensors.items()]}))
+
+    def _exported(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """Its handle, made once for weights that stay where they are: each time that torch is asked to share
+        a storage it wraps it once more, and keeps what was wrapped.
+        """
+        storage = StorageWeakRef(tensor.untyped_storage())  # tells a new storage at an old address apart
+        place = storage.cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        held = self._handles.get(name)
+        if held is None or held.place != place or held.storage.expired():
+            held = _Handle(place, storage, wire.export_tensor(name, tensor))
+            self._handles[name] = held
+        return held.exported
 
     def _load_by_broadcast(self, tensors: dict[str, torch.Tensor]) -> None:
         """The server is asked in a thread, for both sides work at the same time."""
