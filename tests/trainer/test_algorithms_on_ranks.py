@@ -22,6 +22,11 @@ import json, sys
 from pathlib import Path
 from autotune.recipe import Recipe
 from autotune.trainer.loop import Trainer
+from autotune.trainer.rollout import build
+from tests.trainer.served import Engine
+from transformers import AutoModelForCausalLM
+
+build.ServerEngine = lambda options, *rest: Engine(AutoModelForCausalLM.from_pretrained(options.model))
 
 folder, told = Path(sys.argv[1]), {}
 for name, recipe in json.loads((folder / "recipes.json").read_text()).items():
@@ -52,6 +57,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rloo": (1, {"algorithm": "rloo", "kl": {"placement": "reward"}, "kl_coef": 0.1}),
     "ppo": (1, {"algorithm": "ppo"}),
     "ppo, all split": (3, {"algorithm": "ppo"}),
+    "one step off": (2, {"algorithm": "grpo", "rollouts": 3}),
     "adapters": (1, {"algorithm": "grpo"}),
     "adapters, all split": (3, {"algorithm": "grpo"}),
 }
@@ -68,10 +74,12 @@ def recipes(make_recipe: Callable[..., Recipe], folder: Path) -> dict[str, Any]:
     made = {}
     for name, (stage, trainer) in CASES.items():
         lora = {"rank": 4} if name.startswith("adapters") else None
+        served = {"engine": "vllm_server", "one_step_off": True}
         sections = {
             "deepspeed": {"zero_stage": stage},
             "model": {"path": str(folder), "lora": lora},
             "eval": {"every": 0, "prompts": 2},
+            "rollout": served if name == "one step off" else {},
         }
         made[name] = make_recipe(sections, **{**common, **trainer}).model_dump(mode="json")
     return made
@@ -102,6 +110,8 @@ def test_two_ranks_train_what_one_does(
         one, two = alone[name], first[name]
         assert two["weights"] == second[name]["weights"], name
         assert two["records"][0][1] == second[name]["records"][0][1], name
+        if name == "one step off":
+            assert [scalars["data_age"] for scalars, _ in two["records"]] == [0, 1, 1]
         assert any(key.startswith("critic/") for key in one["weights"]) == name.startswith("ppo")
         for key, value in one["weights"].items():
             assert np.allclose(value, two["weights"][key], atol=2e-5), (name, key)
