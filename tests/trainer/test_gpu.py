@@ -159,6 +159,30 @@ class Run:
         torch.cuda.synchronize()
 
 
+def test_a_server_on_the_same_gpu_draws_ahead_from_weights_that_it_reads_in_place(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """CUDA handles, made once: drawn anew after eight transfers a rollout has the first one's mismatch."""
+    pytest.importorskip("vllm")
+    settings = ("one_step_off=true", "log_probs=all", "server.transfer=ipc")
+    more = ("trainer.rollouts=10", "trainer.actor_learning_rate=1e-4")
+    settings = (*(f"rollout.{setting}" for setting in settings), *more)
+    found: list[dict[str, float | None]] = []
+    with closing(make_trainer(model_folder, tmp_path / "served", "server", *settings)) as trainer:
+
+        def on_rollout(record: Any) -> None:
+            found.append(record.scalars)
+            if record.rollout == 7:
+                trainer.live.set_many({"temperature": 0.9})
+
+        trainer.run(on_rollout)
+    ages, mismatch = ([row[name] or 0.0 for row in found] for name in ("data_age", "kl_mismatch"))
+    print("one step off: kl_mismatch by rollout", [f"{value:.2g}" for value in mismatch])
+    assert ages == [0, *[1] * 7, 0, 1]
+    on_policy, ahead = max(mismatch[0], mismatch[8]), median(mismatch[1:8])
+    assert on_policy < 0.01 and ahead > 2 * on_policy
+
+
 def metered_or_not(run: Run, name: str) -> Callable[..., Any]:
     """A method of the meters that does nothing, or gives what it last gave, in windows without them."""
     real = getattr(Meters, name)
