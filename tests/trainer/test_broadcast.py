@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,28 @@ def test_a_server_that_dies_in_the_middle_does_not_leave_the_trainer_waiting(
     engine.during = die
     with pytest.raises(TrainingError, match="does not answer"):
         sender.load(weights().items())
+
+
+def test_a_server_that_never_comes_ends_the_wait_with_its_call(
+    sender: ServerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is gone before the two have met: the broken call is the only news of it."""
+
+    def gone(path: str, body: bytes | None = None) -> bytes:
+        time.sleep(0.2)
+        raise TrainingError("the sampling server does not answer: connection reset")
+
+    monkeypatch.setattr(sender, "_ask", gone)
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match="does not answer"):
+        sender.load(weights().items())
+    assert time.monotonic() - began < 5
+
+
+def test_nobody_waits_for_ever_at_the_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "MEETING", timedelta(seconds=0.2))
+    with pytest.raises(TrainingError, match=r"trainer did not come within 0 s"):
+        broadcast.Pair(tmp_path / "meeting", 1, torch.device("cpu"))
 
 
 def test_only_a_name_in_the_folder_is_met_at(server: Server, engine: Keeps) -> None:

@@ -77,19 +77,26 @@ def bytes_of(pieces: Sequence[Piece]) -> int:
 class Pair:
     """A process group of a trainer's rank (0) and its server (1), apart from every other group."""
 
-    def __init__(self, meeting: Path, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, meeting: Path, rank: int, device: torch.device, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait for the other one at a file.
 
         Args:
             meeting: in a folder that both may write to; used for this group alone.
             rank: 0 sends.
             device: where the weights are, or shall be.
+            check: called while waiting; raises once it is known that the other side will not come.
+
+        Raises:
+            TrainingError: it did not come.
         """
         import torch.distributed as dist
 
         self.device = device
         store = dist.FileStore(str(meeting), 2)
         store.set_timeout(MEETING)
+        _meet(store, rank, check)
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs a driver set up for it
             options: Any = dist.ProcessGroupNCCL.Options()
@@ -138,6 +145,21 @@ class Pair:
         group, self._group = self._group, None
         if self.device.type == "cuda":
             group.abort()
+
+
+def _meet(store: Any, rank: int, check: Callable[[], None]) -> None:
+    """Come to the store and see the other one there: a group's own way in waits without a look aside."""
+    store.set(f"here/{rank}", "1")
+    deadline = time.monotonic() + MEETING.total_seconds()
+    while not store.check([f"here/{1 - rank}"]):
+        check()
+        if time.monotonic() > deadline:
+            who, seconds = "sampling server" if rank == 0 else "trainer", MEETING.total_seconds()
+            raise TrainingError(
+                f"the {who} did not come within {seconds:.0f} s to hand weights over; expected both sides on"
+                " this machine with the same folder. Check that it runs, or use rollout.server.transfer: file"
+            )
+        time.sleep(0.002)
 
 
 def _finish(work: Any, check: Callable[[], None]) -> None:

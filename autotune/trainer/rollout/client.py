@@ -158,7 +158,8 @@ class ServerEngine:
                     asked.result()  # raises what went wrong there
 
             try:
-                self._pair = self._pair or Pair(self._folder / self._meeting, 0, _device(tensors))
+                if self._pair is None:
+                    self._pair = Pair(self._folder / self._meeting, 0, _device(tensors), check)
                 self._pair.send(tensors, check)
                 asked.result()
             except BaseException:
