@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,24 @@ def test_what_was_not_run_is_named() -> None:
     failed = {"shape": "135m", "arm": "one GPU, ZeRO 2", "ranks": 1, "gpus": 1, "failed": "exit code 1: x"}
     text = scaling.show([failed], tiny=False)
     assert "exit code 1: x" in text and "Not run, or failed: 135m, one GPU, ZeRO 2; 135m, two GPUs" in text
+
+
+@pytest.mark.parametrize(("code", "failed"), [(0, False), (3, False), (1, True), (-9, True)])
+def test_a_run_that_broke_off_is_a_failure_however_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, failed: bool
+) -> None:
+    program = f"import os; os._exit({code})" if code >= 0 else f"import os; os.kill(os.getpid(), {-code})"
+    monkeypatch.setattr(scaling, "command", lambda *given: [sys.executable, "-c", program])
+    monkeypatch.setattr(rows, "read", lambda path: {"rollouts": 9, "status": ""})
+    (tmp_path / "runs").mkdir()
+    row = scaling.make(arms(True)[0], tmp_path, "m", True)
+    assert ("failed" in row) == failed and row["exit_code"] == code
+
+
+def test_the_table_tells_how_far_the_samplers_weights_were_off() -> None:
+    told = list(scaling._mismatch([{"shape": "135m", "arm": "served", "kl_mismatch": [None, 2e-4, 1e-3]}]))
+    assert told == ["- 135m, served: kl_mismatch at most 0.001 nats/token\n"]
+    assert list(scaling._mismatch([{"shape": "s", "arm": "a", "kl_mismatch": [None]}, {"arm": "b"}])) == []
 
 
 # -- the model -----------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ ROOT = HERE.parents[1]
 SIZES = (8, 16, 32, 64)
 TINY = "builtin:digits"
 """A model that learns within a minute on a CPU."""
+ORDERLY = (0, 3)
+"""Exit codes of a run that was done or that its controller stopped; no other run is a measurement."""
 PATIENCE = 540.0
 """Seconds for a run."""
 
@@ -73,6 +75,8 @@ def make(arm: Arm, out: Path, model: str, tiny: bool) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         tail = log.read_text("utf-8", errors="replace")[-1500:]
         row["failed"] = f"exit code {code}: {type(error).__name__}: {error}; {tail}"
+    if code not in ORDERLY and "failed" not in row:
+        row["failed"] = f"exit code {code}; {log.read_text('utf-8', errors='replace')[-1500:]}"
     return row
 
 
@@ -158,7 +162,7 @@ def show(found: Sequence[dict[str, Any]], tiny: bool) -> str:
     """The table, whether ranks agreed, which runs are missing, and the cost model."""
     there = {(row["shape"], row["arm"]) for row in found if "failed" not in row}
     missing = [f"{a.shape}, {a.name}" for a in arms(tiny) if (a.shape, a.name) not in there]
-    parts = [rows.table(found), *_agreement(found), *_model(found)]
+    parts = [rows.table(found), *_agreement(found), *_mismatch(found), *_model(found)]
     if missing:
         parts.append("Not run, or failed: " + "; ".join(missing) + ".\n")
     return "\n".join(parts)
@@ -175,6 +179,14 @@ def _agreement(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         alone = same[0] if same else None
         differ = f"; **ranks differed**: {row['disagreed']}" if row["disagreed"] else ""
         yield f"- {row['shape']}, {row['arm']}: {told}{undone}{differ}{_beside(row, alone)}\n"
+
+
+def _mismatch(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """How far the sampler's log-probs were from the trainer's: the proof that it had the weights."""
+    for row in found:
+        known = [value for value in row.get("kl_mismatch", ()) if value is not None]
+        if known:
+            yield f"- {row['shape']}, {row['arm']}: kl_mismatch at most {max(known):.2g} nats/token\n"
 
 
 def _beside(row: dict[str, Any], alone: dict[str, Any] | None) -> str:
