@@ -100,7 +100,7 @@ class Pair:
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs a driver set up for it
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = PATIENCE
+            options._timeout = 2 * PATIENCE  # NCCL ends the process then: ours shall come first
             self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         else:
             options = dist.ProcessGroupGloo._Options()
@@ -164,11 +164,10 @@ def _meet(store: Any, rank: int, check: Callable[[], None]) -> None:
 
 def _finish(work: Any, check: Callable[[], None]) -> None:
     """Wait for a broadcast, or for the news that it will not come to an end."""
-    waited = 0.0
+    deadline = time.monotonic() + PATIENCE.total_seconds()
     while not work.is_completed():
         check()
-        if waited > PATIENCE.total_seconds():
-            raise TrainingError(f"the sampling server took no weights for {waited:.0f} s")
+        if time.monotonic() > deadline:
+            raise TrainingError(f"the sampling server took no weights for {PATIENCE.total_seconds():.0f} s")
         time.sleep(0.0005)
-        waited += 0.0005
     work.wait()
