@@ -1,14 +1,33 @@
-"""A sampling server in this process: for tests of the trainer's side, without vLLM."""
+"""A sampling server in this process: for tests of either side, without vLLM."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from autotune.trainer.rollout.server import Server
 from autotune.trainer.rollout.vllm_engine import Generated, Request, Sampling
+
+TOKEN = "0123456789abcdef"
+
+
+@contextmanager
+def serving(engine: Any, folder: Path) -> Iterator[Server]:
+    """Answer calls for an engine on a free port of loopback."""
+    server = Server(("127.0.0.1", 0), engine, TOKEN, folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class Engine:

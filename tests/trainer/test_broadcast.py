@@ -23,8 +23,8 @@ from autotune.trainer.rollout.broadcast import ALIGN, Meta, buckets, bytes_of, d
 from autotune.trainer.rollout.client import FOLDER_VARIABLE, TOKEN_VARIABLE, ServerEngine
 from autotune.trainer.rollout.server import Server
 from autotune.trainer.rollout.vllm_engine import EngineOptions
+from tests.trainer.served import TOKEN, serving
 
-TOKEN = "0123456789abcdef"
 OPTIONS = EngineOptions(model="m", dtype="float32", seed=1, max_num_seqs=8)
 SIZES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -77,13 +77,8 @@ def engine() -> Keeps:
 
 @pytest.fixture
 def server(engine: Keeps, tmp_path: Path) -> Iterator[Server]:
-    server = Server(("127.0.0.1", 0), engine, TOKEN, tmp_path)  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(engine, tmp_path) as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from autotune.trainer.rollout.client import (
 )
 from autotune.trainer.rollout.server import Server, parse
 from autotune.trainer.rollout.vllm_engine import EngineOptions, Generated, Request, Sampling
+from tests.trainer.served import TOKEN, serving
 
-TOKEN = "0123456789abcdef"
 SAMPLING = Sampling(0.7, 4, (1,))
 OPTIONS = EngineOptions(model="m", dtype="float32", seed=1, max_num_seqs=8)
 
@@ -64,13 +63,8 @@ def echo() -> Echo:
 
 @pytest.fixture
 def server(echo: Echo, tmp_path: Path) -> Iterator[Server]:
-    server = Server(("127.0.0.1", 0), echo, TOKEN, tmp_path)  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(echo, tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
