@@ -55,6 +55,14 @@ def every_job() -> list[suite.Job]:
     return [*suite.jobs_of_starts(tasks, some, "tuning"), *left_out, *sweep.jobs_of_sweep(tasks, 8), *real]
 
 
+def test_a_second_machine_begins_at_the_other_end(tmp_path: Path) -> None:
+    plans = [
+        command.listed(command.arguments(["list", "--out", str(tmp_path), *words]), tmp_path)
+        for words in ([], ["--backwards"])
+    ]
+    assert len(plans[0]) > 1 and plans[1] == plans[0][::-1]
+
+
 def test_every_recipe_of_the_benchmark_is_valid(tmp_path: Path) -> None:
     """Bad is what a start may be, not invalid."""
     path = tmp_path / "empty.yaml"

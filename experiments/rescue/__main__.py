@@ -77,6 +77,12 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
         yield from suite.jobs_of_sums(tuning[:REAL_SEEDS], "tuning", real.STARTS)
 
 
+def listed(chosen: argparse.Namespace, out: Path) -> list[suite.Job]:
+    """The jobs in the order in which they are begun; two machines meet in the middle of a suite."""
+    found = list(jobs(chosen.suite, out, chosen.tasks))
+    return found[::-1] if chosen.backwards else found
+
+
 def reported(rows: Sequence[runs.Row], tasks: Sequence[str]) -> Iterator[suite.Job]:
     """Everything that is run once per freeze: the winner, every start, the well-set recipe many times."""
     commit = freezing.frozen(FREEZE)
@@ -97,6 +103,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="*", default=[], choices=suite.SMALL_TASKS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
+    parser.add_argument("--backwards", action="store_true", help="last run first: for a second machine")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--purpose", default="tuning", help="rows that `table` shows: tuning or report")
@@ -109,12 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command == "freeze":
         freezing.freeze(FREEZE)
     elif chosen.command == "list":
-        for job in jobs(chosen.suite, out, chosen.tasks):
+        for job in listed(chosen, out):
             print(job.name)
     elif chosen.command == "run":
-        while runs.run_all(
-            jobs(chosen.suite, out, chosen.tasks), out, chosen.jobs, chosen.set, 60 * chosen.minutes
-        ):
+        while runs.run_all(listed(chosen, out), out, chosen.jobs, chosen.set, 60 * chosen.minutes):
             if chosen.minutes or chosen.suite != "sweep":
                 break  # a sweep has a second round: its winner
     rows = runs.load(out / "results.jsonl")
