@@ -75,3 +75,12 @@ def test_on_a_gpu_no_run_starts_before_the_engine_of_the_last_one_stands(
     assert ended.exit_code == 0 and ended.core_seconds > 0
     assert held and all(held) and not start._STARTING.locked()
     assert "autotune" in (tmp_path / "log").read_text()
+
+
+def test_a_run_that_never_began_has_a_row_and_stops_no_other(tmp_path: Path) -> None:
+    """Its recipe is refused before there is a journal."""
+    jobs = [suite.Job("sort6", "well_set", "fixed", seed, "tuning") for seed in (1, 2)]
+    assert runs.run_all(jobs, tmp_path, 1, ["trainer.train_batch_size=7"]) == 2
+    for row in runs.load(tmp_path / "results.jsonl"):
+        assert row.exit_code == 2 and row.score is None and row.seconds > 0
+        assert "train_batch_size" in row.error

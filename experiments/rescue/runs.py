@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import AutotuneError
 from autotune.journal import read_journal, winning_lines
 from autotune.story import Row as StoryRow
 from autotune.story import Story, What, acts_of
@@ -69,6 +70,11 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str, str, int, str]:
         return self.purpose, self.task, self.start, self.arm, self.seed, self.recipe
+
+    def take(self, found: Mapping[str, Any]) -> None:
+        """Fields by name."""
+        for name, value in found.items():
+            setattr(self, name, value)
 
 
 def recipe_hash(job: Job, extra: Sequence[str] = ()) -> str:
@@ -205,16 +211,21 @@ def run_job(job: Job, out: Path, extra: Sequence[str] = (), keep: bool = False) 
     try:
         if job.arm == "pbt":
             ended, found = pbt.run(fields, folder, log)
+            row.take(asdict(ended) | found)
         else:
-            ended = launch(fields, folder, log)
-            found = numbers(folder / "journal.jsonl")
-        for name, value in (asdict(ended) | found).items():
-            setattr(row, name, value)
-    except (ValueError, OSError) as error:
-        row.error = f"{type(error).__name__}: {error}"
+            row.take(asdict(launch(fields, folder, log)))
+            row.take(numbers(folder / "journal.jsonl"))
+    except (AutotuneError, ValueError, OSError) as error:  # without a journal, say: a row all the same
+        row.error = f"{type(error).__name__}: {error}; {last_line(log)}"
     if not keep:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return row
+
+
+def last_line(log: Path) -> str:
+    """What a run that broke off said at the end."""
+    said = log.read_text("utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(said) if line.strip()), "it printed nothing")
 
 
 def load(path: Path) -> list[Row]:
