@@ -33,23 +33,27 @@ from autotune.trainer.rollout.vllm_engine import Generated
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a rollout, or a further round of it, asks of the sampler."""
+class Wish:
+    """What a rollout, or a further round of it, asks for: equal weights answer equal ones alike."""
 
     place: int
     """In the stream of prompts."""
+    count: int
+    """Prompts."""
     limit: int
     """Tokens of a prompt."""
     group: int
     """Responses per prompt."""
     draw: Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A wish, and the prompts that it comes to."""
+
+    wish: Wish
     taken: Taken
     prompts: Prompts
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Two orders with the same key ask for the same responses, if the weights are the same."""
-        return self.place, self.limit, self.group, self.draw, len(self.taken.encoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Drawn:
     def tokens(self) -> int:
         """Sampled by this rank, prompts' and responses', also where memory ended before all was drawn."""
         drawn = self.rows[: sum(len(part.lengths) for part in self.parts)]
-        prompts = self.order.prompts.lengths[torch.from_numpy(drawn // self.order.group)]
+        prompts = self.order.prompts.lengths[torch.from_numpy(drawn // self.order.wish.group)]
         return int(prompts.sum()) + sum(int(part.lengths.sum()) for part in self.parts)
 
 
@@ -92,10 +96,10 @@ class Ahead:
 
     def _draw(self, order: Order) -> None:
         try:
+            group, draw = order.wish.group, order.wish.draw
             for start in range(0, len(self._rows), self._chunk):
                 some = torch.from_numpy(self._rows[start : start + self._chunk])
-                places = some // order.group, some % order.group
-                self._parts.append(self._sampler.generate(order.prompts, *places, order.draw))
+                self._parts.append(self._sampler.generate(order.prompts, some // group, some % group, draw))
         except BaseException as error:  # raised in `take`: by the thread that can handle it
             self._error = error
 

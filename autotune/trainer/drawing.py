@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autotune.recipe import Recipe
-from autotune.trainer.ahead import Ahead, Drawn, Order
+from autotune.trainer.ahead import Ahead, Drawn, Order, Wish
 from autotune.trainer.clock import PhaseClock
 from autotune.trainer.collect import (
     Collected,
@@ -105,18 +105,16 @@ class Drawing:
 
     def round(self, rollout: int, before: int, count: int) -> tuple[Samples, Scores]:
         """Draw and score the next `count` prompts' groups, `before` prompts into the rollout."""
-        order = self._order(rollout, self.cursor + before + self.dropped, before, count)
+        order = self._order(self._wish(rollout, self.cursor + before + self.dropped, before, count))
         return self._scored(order, self._sampled(order))
 
     def _at_least(self, prompts: int) -> int:
         """Every rank needs something to sample."""
         return max(prompts, -(-self.parts.ranks.size // self._live.count("rollout_n")))
 
-    def _order(self, rollout: int, place: int, before: int, count: int) -> Order:
+    def _wish(self, rollout: int, place: int, before: int, count: int) -> Wish:
         """Ask for the groups of the next `count` prompts from a place, `before` prompts into the rollout."""
-        live, parts = self._live, self.parts
-        limit = live.count("max_prompt_length")
-        taken = parts.prompts.take(place, count, limit)
+        live = self._live
         draw = Draw(
             seed=self._recipe.seed,
             rollout=rollout,
@@ -124,22 +122,27 @@ class Drawing:
             max_response_length=live.count("max_response_length"),
             first_prompt=before,
         )
-        prompts = pad_prompts(taken.encoded, limit, parts.pad_id)
-        return Order(place, limit, live.count("rollout_n"), draw, taken, prompts)
+        return Wish(place, count, live.count("max_prompt_length"), live.count("rollout_n"), draw)
+
+    def _order(self, wish: Wish) -> Order:
+        """Read the prompts that are asked for, and lay them out."""
+        taken = self.parts.prompts.take(wish.place, wish.count, wish.limit)
+        return Order(wish, taken, pad_prompts(taken.encoded, wish.limit, self.parts.pad_id))
+
+    def _whole_batch(self) -> int:
+        """Prompts of a rollout's first round."""
+        return self._at_least(self._live.count("train_batch_size"))
 
     def _sampled(self, order: Order) -> Samples:
         chunk = self._live.count("rollout_micro_batch_size")
-        parts = self.parts
-        return sample_all(
-            parts.sampler, order.prompts, order.draw, order.group, chunk, parts.ranks, self.room
-        )
+        parts, wish = self.parts, order.wish
+        return sample_all(parts.sampler, order.prompts, wish.draw, wish.group, chunk, parts.ranks, self.room)
 
     def _scored(self, order: Order, samples: Samples) -> tuple[Samples, Scores]:
         parts = self.parts
         self.dropped += order.taken.dropped
-        scores = score_all(
-            samples, order.taken.examples, parts.rewards, parts.tokenizer, order.group, parts.ranks
-        )
+        group = order.wish.group
+        scores = score_all(samples, order.taken.examples, parts.rewards, parts.tokenizer, group, parts.ranks)
         return samples, scores
 
     # -- one step ahead ----------------------------------------------------------------------------
@@ -149,8 +152,8 @@ class Drawing:
         if self._ahead is None or self.over(rollout, self.tokens + self.drawn_tokens):
             return
         place = self.cursor + self._drawn + self.dropped
-        order = self._order(rollout, place, 0, self._at_least(self._live.count("train_batch_size")))
-        rows = rows_to_draw(order.prompts, order.group, self.parts.ranks)
+        order = self._order(self._wish(rollout, place, 0, self._whole_batch()))
+        rows = rows_to_draw(order.prompts, order.wish.group, self.parts.ranks)
         chunk = self._live.count("rollout_micro_batch_size")
         self._foreign = False
         self._ahead.begin(order, rows, self.room.at_once(chunk))
@@ -163,11 +166,8 @@ class Drawing:
             drawn = self._ahead.take(self.room)
         if drawn is None:
             return None
-        wanted = self._order(
-            rollout, self.cursor, 0, self._at_least(self._live.count("train_batch_size"))
-        )
         reason = "weights of a checkpoint were brought back" if self._foreign else ""
-        if drawn.order.key != wanted.key:
+        if drawn.order.wish != self._wish(rollout, self.cursor, 0, self._whole_batch()):
             reason = reason or "a knob of sampling has changed"
         self.tokens += self._of_all_ranks(drawn.tokens if reason or not drawn.whole else 0)
         if not reason:
@@ -186,9 +186,9 @@ class Drawing:
         if not ahead.whole:
             return self._sampled(order)
         assert isinstance(parts.sampler, VllmSampler)
-        width = order.draw.max_response_length
+        width = order.wish.draw.max_response_length
         responses = [parts.sampler.responses(part, width) for part in ahead.parts]
-        return gathered(responses, order.prompts, order.group, parts.ranks)
+        return gathered(responses, order.prompts, order.wish.group, parts.ranks)
 
     def brought_back(self) -> None:
         """A checkpoint's weights are in force now: what is being drawn ahead is not theirs."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ class Trainer:
     def facts(self) -> RunFacts:
         """Structure of the run, and which knobs and metrics it has, with reasons."""
         return recipe_facts(self.recipe, self.parts.ranks.size)
+
+    def replace_parts(self, **parts: Any) -> None:
+        """Put others in the place of `Parts`' fields, before the first rollout."""
+        self.parts = self.drawing.parts = replace(self.parts, **parts)
 
     def run(self, on_rollout: Callable[[RolloutRecord], None]) -> None:
         """Train to the end; a stop or Ctrl-C is saved and raised again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import tempfile
@@ -134,14 +133,7 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path) -> Any:
     trainer = Trainer(recipe(options, work, str(folder)), folder)
     if options.engine == "fed":
         fed = FedRollouts(work, SHAPES[options.shape].vocabulary, trainer.parts.engine.device)
-        trainer.parts = dataclasses.replace(
-            trainer.parts,
-            sampler=fed,
-            prompts=fed,  # type: ignore[arg-type]
-            rewards=fed,  # type: ignore[arg-type]
-            held_out=None,
-        )
-        trainer.drawing.parts = trainer.parts
+        trainer.replace_parts(sampler=fed, prompts=fed, rewards=fed, held_out=None)
     return trainer
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from autotune.trainer import attention
 from autotune.trainer.loop import Trainer
 from autotune.trainer.meters import Measured, Meters
 from autotune.trainer.ranks import Ranks
+from autotune.trainer.rewards.base import RewardTable
 from experiments.throughput import arm_ours
 from experiments.throughput.work import Work, make_model
 
@@ -159,6 +160,23 @@ class Run:
         torch.cuda.synchronize()
 
 
+class EveryOther:
+    """A reward for every second response: random weights earn none for what they say, and would not move."""
+
+    def score(self, responses: Sequence[str], examples: Sequence[Any]) -> RewardTable:
+        given = [float(place % 2) for place in range(len(responses))]
+        return RewardTable(given, {"every other": given})
+
+    def news(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_server_on_the_same_gpu_draws_ahead_from_weights_that_it_reads_in_place(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +187,7 @@ def test_a_server_on_the_same_gpu_draws_ahead_from_weights_that_it_reads_in_plac
     settings = (*(f"rollout.{setting}" for setting in settings), *more)
     found: list[dict[str, float | None]] = []
     with closing(make_trainer(model_folder, tmp_path / "served", "server", *settings)) as trainer:
+        trainer.replace_parts(rewards=EveryOther())
 
         def on_rollout(record: Any) -> None:
             found.append(record.scalars)

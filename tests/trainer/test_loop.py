@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +381,7 @@ def test_a_rollout_that_did_not_fit_is_cut_noted_and_remembered_across_a_resume(
     start(recipe, "whole").run(whole.append)
     notes: list[str] = []
     tight = start(recipe, "tight", on_event=lambda name, payload: notes.append(payload.get("about", name)))
-    tight.drawing.parts = replace(tight.parts, sampler=TightSampler(tight.parts.sampler))
+    tight.replace_parts(sampler=TightSampler(tight.parts.sampler))
     tight.run(cut.append)
     assert notes.count("rollout/memory") == 3  # 32 samples: 16, 8, 4
     assert [lasting(record) for record in cut] == [lasting(record) for record in whole]
