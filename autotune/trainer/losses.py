@@ -51,6 +51,11 @@ def k3(difference: Tensor) -> Tensor:
     return difference.expm1() - difference
 
 
+def precise_k3(difference: Tensor) -> Tensor:
+    """k3 in float64: in float32 a drift near 0 would round to a negative KL."""
+    return k3(difference.double()).clamp(min=0.0)
+
+
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from autotune.metrics import RATIO_BINS, RATIO_LIMIT
-from autotune.trainer.losses import clipped_branch_active, k3, per_token, ratio_difference
+from autotune.trainer.losses import clipped_branch_active, per_token, precise_k3, ratio_difference
 from autotune.trainer.ranks import Ranks
 
 UPDATE_SUMS = (
@@ -61,11 +61,6 @@ def ratio_bins(log_ratio: Tensor) -> Tensor:
     """
     position = (log_ratio / (2 * math.log(RATIO_LIMIT)) + 0.5) * RATIO_BINS
     return position.nan_to_num(nan=torch.inf).floor().clamp(-1, RATIO_BINS).long() + 1
-
-
-def _k3(difference: Tensor) -> Tensor:
-    """k3 in float64: in float32 a drift near 0 would round to a negative KL."""
-    return k3(difference.double()).clamp(min=0.0)
 
 
 def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -119,11 +114,11 @@ class Meters:
         self._add(self._rollout, ROLLOUT_SUMS, "tokens", mask.sum())
         self._add(self._rollout, ROLLOUT_SUMS, "entropy", _masked_sum(entropy, mask))
         if ref_log_probs is not None:
-            kl = _k3(ref_log_probs - old_log_probs)  # [B, R]
+            kl = precise_k3(ref_log_probs - old_log_probs)  # [B, R]
             self._add(self._rollout, ROLLOUT_SUMS, "kl_ref", _masked_sum(kl, mask))
         if sampler_log_probs is not None:
             told = mask & ~sampler_log_probs.isnan()  # [B, R]
-            mismatch = _k3(old_log_probs - sampler_log_probs)  # [B, R]
+            mismatch = precise_k3(old_log_probs - sampler_log_probs)  # [B, R]
             self._add(self._rollout, ROLLOUT_SUMS, "mismatch_tokens", told.sum())
             self._add(self._rollout, ROLLOUT_SUMS, "kl_mismatch", _masked_sum(mismatch, told))
 
@@ -143,9 +138,9 @@ class Meters:
         row = self._rows[update]
         self._add(row, UPDATE_SUMS, "tokens", mask.sum())
         self._add_ratios(update, difference, advantages, mask)
-        self._add(row, UPDATE_SUMS, "kl_step", _masked_sum(_k3(difference), mask))
+        self._add(row, UPDATE_SUMS, "kl_step", _masked_sum(precise_k3(difference), mask))
         if ref_log_probs is not None:
-            kl = _k3(ref_log_probs - log_probs.detach())  # [B, R]
+            kl = precise_k3(ref_log_probs - log_probs.detach())  # [B, R]
             self._add(row, UPDATE_SUMS, "kl_ref", _masked_sum(kl, mask))
         self._add(row, UPDATE_SUMS, "loss", loss.detach().double())
 
@@ -186,7 +181,7 @@ class Meters:
     @torch.no_grad()
     def add_after_updates(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> None:
         """Drift after the last update on the fixed subset; tensors [B, R]."""
-        drift = _k3(log_probs - old_log_probs)  # [B, R]
+        drift = precise_k3(log_probs - old_log_probs)  # [B, R]
         self._add(self._rollout, ROLLOUT_SUMS, "last_tokens", mask.sum())
         self._add(self._rollout, ROLLOUT_SUMS, "kl_step_last", _masked_sum(drift, mask))
 

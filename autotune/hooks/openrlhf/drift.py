@@ -2,12 +2,8 @@
 
 OpenRLHF logs no such number: `ppo_kl` is averaged over the updates, the first of which is 0. When
 `ppo_train` has returned, some of the rollout's experiences, which still hold their old log-probs, go through
-the policy actors' own `forward` once more:
-
-    r = log p_new - log p_old                 per token of a response
-    kl_step = mean of exp(r) - 1 - r          k3 (Schulman 2020), nats/token, over all their tokens
-
-`forward` is in evaluation mode, as it was for the old log-probs.
+the policy actors' own `forward` once more (`hooks/drift.py`), in evaluation mode, as for the
+old log-probs.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-RESPONSES = 64
-"""As many as the own trainer measures on; rounded up to whole experiences for every rank."""
+from autotune.hooks.drift import RESPONSES, mean_k3
 
 
 def chosen(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -60,15 +55,7 @@ def kl_step(trainer: Any, experiences: Sequence[Any]) -> float:
     new = itertools.chain.from_iterable(ray.get(refs)[:: group.duplicate_actors])
     if trainer.args.train.colocate_all:
         ray.get(group.async_run_method(method_name="empty_cache"))
-    return k3(list(new), experiences)
-
-
-def k3(new: Sequence[Any], experiences: Sequence[Any]) -> float:
-    """Mean over the tokens that were trained on. new: log-probs, [B, T] for each experience."""
-    total = count = 0.0
-    for now, experience in zip(new, experiences, strict=True):
-        mask = experience.action_mask.bool()  # [B, T]
-        ratio = (now.double() - experience.action_log_probs.to(now.device).double())[mask.to(now.device)]
-        total += float((ratio.exp() - 1 - ratio).sum())
-        count += float(mask.sum())
-    return total / count
+    return mean_k3(
+        (now, experience.action_log_probs, experience.action_mask)
+        for now, experience in zip(new, experiences, strict=True)
+    )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from autotune.errors import InputError
+from autotune.hooks.drift import DriftSensor
 from autotune.hooks.guest import Guest, read_control
 from autotune.hooks.openrlhf.adapter import OpenRLHFAdapter, rollout_view
 from autotune.hooks.openrlhf.declared import DECLARED
@@ -200,6 +200,7 @@ class Attachment:
             seed=int(args.train.seed),
         )
         self._seen: dict[str, float] = {}
+        self._drift = DriftSensor(self.guest)
         self._measured: list[Any] = []
         """Experiences of the rollout in progress on which the drift is measured."""
         self._tokens = 0.0
@@ -228,15 +229,8 @@ class Attachment:
         """How far the updates moved the policy; without that number its rules are silent."""
         experiences, self._measured = self._measured, []
         trained = "policy_loss" in status  # not while only the critic is trained
-        if self.guest.broken or self.guest.control.mode == "off" or not (experiences and trained):
-            return
-        began = time.perf_counter()
-        try:
-            drift = kl_step(self.trainer, experiences)
-        except Exception as failure:  # a sensor's failure is no reason to stop the others
-            log.warning("autotune could not measure kl_step: %s: %s", type(failure).__name__, failure)
-            return
-        self._seen |= {"kl_step": drift, "time/kl_step_forward": time.perf_counter() - began}
+        if experiences and trained:
+            self._seen |= self._drift.measure(lambda: kl_step(self.trainer, experiences))
 
     def on_step(self, status: Mapping[str, Any], step: int, client_states: dict[str, Any]) -> None:
         """One step was trained; the state goes into OpenRLHF's own checkpoint. Nothing is raised."""

@@ -2,13 +2,9 @@
 
 verl logs no such number: `actor/ppo_kl` is averaged over the updates, the first of which is 0. When
 `_update_actor` has returned the samplers still sleep and the batch lies in the transfer queue with its old
-log-probs, so a fixed number of its responses go through verl's own `compute_log_prob` once more:
-
-    r = log p_new - log p_old                 per token of a response
-    kl_step = mean of exp(r) - 1 - r          k3 (Schulman 2020), nats/token, over all tokens of the subset
-
-The pass is in evaluation mode, as verl's old log-probs are. It writes the queue's column `log_probs`, which
-nothing reads after the update.
+log-probs, so a fixed number of its responses go through verl's own `compute_log_prob` once more
+(`hooks/drift.py`). The pass is in evaluation mode, as verl's old log-probs are. It writes the queue's column
+`log_probs`, which nothing reads after the update.
 """
 
 from __future__ import annotations
@@ -16,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-RESPONSES = 64
-"""As many as the own trainer measures on; rounded up to whole micro batches on every rank."""
+from autotune.hooks.drift import RESPONSES, mean_k3
 
 
 def kl_step(trainer: Any, batch: Any, ranks: int) -> float | None:
@@ -52,19 +47,19 @@ def kl_step(trainer: Any, batch: Any, ranks: int) -> float | None:
         partition_id=batch.partition_id,
         select_fields=["log_probs", "old_log_probs", "response_mask"],
     )
-    return k3(data)
+    return mean_k3([trained_on(data)])
 
 
 def chosen(keys: Sequence[str], tags: Sequence[Mapping[str, Any]], at_once: int) -> list[str]:
-    """Samples spread evenly over the batch: `RESPONSES` of them, in whole passes of `at_once`."""
+    """Samples spread evenly over the batch: `RESPONSES` or a few more, in whole passes of `at_once`."""
     real = [key for key, tag in zip(keys, tags, strict=True) if not tag.get("is_padding", False)]
     passes = min(-(-RESPONSES // at_once), len(real) // at_once)
     count = passes * at_once
     return [real[i * len(real) // count] for i in range(count)]
 
 
-def k3(data: Any) -> float:
-    """Mean over the tokens that were trained on.
+def trained_on(data: Any) -> tuple[Any, Any, Any]:
+    """Log-probs now, log-probs before, and which tokens count, [tokens] each.
 
     Args:
         data: `log_probs` of prompts and responses, nested [B, prompt + response]; `old_log_probs` and
@@ -73,7 +68,5 @@ def k3(data: Any) -> float:
     from verl.workers.utils.padding import response_from_nested
 
     mask = data["response_mask"]
-    new = response_from_nested(data["log_probs"], mask).values().double()  # [tokens]
-    ratio = new - data["old_log_probs"].values().double()  # [tokens]
-    terms = (ratio.exp() - 1 - ratio)[mask.values().bool()]
-    return float(terms.mean())
+    new = response_from_nested(data["log_probs"], mask)
+    return new.values(), data["old_log_probs"].values(), mask.values()

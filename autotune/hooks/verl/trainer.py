@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError
+from autotune.hooks.drift import DriftSensor
 from autotune.hooks.guest import Guest, read_control
 from autotune.hooks.verl.adapter import VerlAdapter, rollout_view
 from autotune.hooks.verl.declared import DECLARED
@@ -122,6 +122,7 @@ class Attachment:
             },
         )
         self._seen: dict[str, float] = {}
+        self._drift = DriftSensor(self.guest)
         self._moved: dict[str, float] = {}
         self._checkpoint: Path | None = None
 
@@ -138,16 +139,8 @@ class Attachment:
     def measure(self, batch: Any) -> None:
         """How far this step's updates moved the policy; without that number its rules are silent."""
         self._moved = {}
-        if self.guest.broken or self.guest.control.mode == "off" or not self.adapter.measures_drift:
-            return
-        began = time.perf_counter()
-        try:
-            drift = kl_step(self.trainer, batch, self.adapter.world_size)
-        except Exception as failure:  # a sensor's failure is no reason to stop the others
-            log.warning("autotune could not measure kl_step: %s: %s", type(failure).__name__, failure)
-            return
-        if drift is not None:
-            self._moved = {"kl_step": drift, "time/kl_step_forward": time.perf_counter() - began}
+        if self.adapter.measures_drift:
+            self._moved = self._drift.measure(lambda: kl_step(self.trainer, batch, self.adapter.world_size))
 
     def look(self, batch: Any) -> None:
         """Measure on the batch what verl does not log; verl drops it right after."""
