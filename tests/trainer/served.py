@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from autotune.recipe.schema import ServerSection
+from autotune.trainer.rollout.client import FOLDER_VARIABLE, TOKEN_VARIABLE, ServerEngine
 from autotune.trainer.rollout.server import Server
-from autotune.trainer.rollout.vllm_engine import Generated, Request, Sampling
+from autotune.trainer.rollout.vllm_engine import EngineOptions, Generated, Request, Sampling
 
 TOKEN = "0123456789abcdef"
+OPTIONS = EngineOptions(model="m", dtype="float32", seed=1, max_num_seqs=8)
 
 
 @contextmanager
@@ -28,6 +32,18 @@ def serving(engine: Any, folder: Path) -> Iterator[Server]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def connected(server: Server, folder: Path, **section: Any) -> Iterator[ServerEngine]:
+    """The trainer's side of a server that runs already; `section` are fields of `rollout.server`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, TOKEN)
+        patch.setenv(FOLDER_VARIABLE, str(folder))
+        given = ServerSection(start=False, port=server.server_address[1], **section)
+        engine = ServerEngine(OPTIONS, given, rank=0)
+        yield engine
+        engine.close()
 
 
 class Engine:

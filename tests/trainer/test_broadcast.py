@@ -20,12 +20,10 @@ from autotune.errors import InputError, TrainingError
 from autotune.recipe.schema import ServerSection
 from autotune.trainer.rollout import broadcast, client
 from autotune.trainer.rollout.broadcast import ALIGN, Meta, buckets, bytes_of, describe
-from autotune.trainer.rollout.client import FOLDER_VARIABLE, TOKEN_VARIABLE, ServerEngine
+from autotune.trainer.rollout.client import ServerEngine
 from autotune.trainer.rollout.server import Server
-from autotune.trainer.rollout.vllm_engine import EngineOptions
-from tests.trainer.served import TOKEN, serving
+from tests.trainer.served import connected, serving
 
-OPTIONS = EngineOptions(model="m", dtype="float32", seed=1, max_num_seqs=8)
 SIZES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 METAS = st.lists(
@@ -82,13 +80,9 @@ def server(engine: Keeps, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def sender(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    section = ServerSection(start=False, port=server.server_address[1], transfer="broadcast")
-    engine = ServerEngine(OPTIONS, section, rank=0)
-    yield engine
-    engine.close()
+def sender(server: Server, tmp_path: Path) -> Iterator[ServerEngine]:
+    with connected(server, tmp_path, transfer="broadcast") as engine:
+        yield engine
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -113,7 +107,6 @@ def test_weights_arrive_bit_for_bit_rollout_after_rollout(
     sender: ServerEngine, engine: Keeps, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     monkeypatch.setattr(client, "BUCKET", limit)
-    monkeypatch.setattr(broadcast.Pair.send, "__defaults__", (limit,))
     for seed in (1, 2, 3):
         sender.load(weights(seed).items())
         assert_equal(engine.weights, weights(seed))
@@ -142,7 +135,6 @@ def test_a_server_that_dies_in_the_middle_does_not_leave_the_trainer_waiting(
 ) -> None:
     """Its call breaks off while more buckets are due."""
     monkeypatch.setattr(client, "BUCKET", 16)
-    monkeypatch.setattr(broadcast.Pair.send, "__defaults__", (16,))
     broken = threading.Event()
     ask = sender._ask
 
@@ -201,18 +193,19 @@ def test_only_a_name_in_the_folder_is_met_at(server: Server, engine: Keeps) -> N
 
 
 @pytest.mark.parametrize(
-    ("transfer", "devices", "gpu", "expected"),
+    ("transfer", "devices", "own", "expected"),
     [
-        ("auto", [], False, "file"),
-        ("auto", [], True, "ipc"),
-        ("auto", [1], True, "broadcast"),
-        ("auto", [0], True, "ipc"),  # named, and the trainer's own all the same
-        ("file", [1], True, "file"),
-        ("broadcast", [], False, "broadcast"),
-        ("broadcast", [1], True, "broadcast"),
-        ("broadcast", [], True, InputError),
-        ("broadcast", [0], True, InputError),
-        ("ipc", [], False, InputError),
+        ("auto", [], None, "file"),
+        ("auto", [], 0, "ipc"),
+        ("auto", [1], 0, "broadcast"),
+        ("auto", [0], 0, "ipc"),  # named, and the trainer's own all the same
+        ("auto", [0], 1, "broadcast"),  # where the weights are, not where a new thread would put some
+        ("file", [1], 0, "file"),
+        ("broadcast", [], None, "broadcast"),
+        ("broadcast", [1], 0, "broadcast"),
+        ("broadcast", [], 0, InputError),
+        ("broadcast", [0], 0, InputError),
+        ("ipc", [], None, InputError),
     ],
 )
 def test_the_way_follows_from_devices(
@@ -220,16 +213,16 @@ def test_the_way_follows_from_devices(
     monkeypatch: pytest.MonkeyPatch,
     transfer: str,
     devices: list[int],
-    gpu: bool,
+    own: int | None,
     expected: Any,
 ) -> None:
-    monkeypatch.setattr(client, "_own_device", lambda: 0 if gpu else None)
     fields = {"start": False, "port": 9, "transfer": transfer, "devices": devices}
     section = ServerSection.model_validate(fields)
     monkeypatch.setattr(sender, "_section", section)
 
     class Tensor:
-        is_cuda = gpu
+        is_cuda = own is not None
+        device = torch.device("cpu" if own is None else f"cuda:{own}")
 
     if expected is InputError:
         with pytest.raises(InputError, match=r"rollout\.server\.transfer"):

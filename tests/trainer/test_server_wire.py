@@ -24,10 +24,9 @@ from autotune.trainer.rollout.client import (
 )
 from autotune.trainer.rollout.server import Server, parse
 from autotune.trainer.rollout.vllm_engine import EngineOptions, Generated, Request, Sampling
-from tests.trainer.served import TOKEN, serving
+from tests.trainer.served import OPTIONS, TOKEN, connected, serving
 
 SAMPLING = Sampling(0.7, 4, (1,))
-OPTIONS = EngineOptions(model="m", dtype="float32", seed=1, max_num_seqs=8)
 
 
 class Echo:
@@ -68,13 +67,9 @@ def server(echo: Echo, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    section = ServerSection(start=False, port=server.server_address[1])
-    engine = ServerEngine(OPTIONS, section, rank=0)
-    yield engine
-    engine.close()
+def client(server: Server, tmp_path: Path) -> Iterator[ServerEngine]:
+    with connected(server, tmp_path) as engine:
+        yield engine
 
 
 def call(server: Server, path: str, token: str | None, body: bytes = b"{}") -> tuple[int, bytes]:

@@ -54,7 +54,7 @@ def describe(tensors: Mapping[str, Tensor]) -> list[Meta]:
     return [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
 
 
-def buckets(metas: Sequence[Meta], limit: int = BUCKET) -> Iterator[list[Piece]]:
+def buckets(metas: Sequence[Meta], limit: int) -> Iterator[list[Piece]]:
     """Tensors in their order, as many to a bucket as fit into `limit` bytes, at least one."""
     pieces: list[Piece] = []
     end = 0
@@ -116,12 +116,12 @@ class Pair:
         options.rootRank = options.rootTensor = 0
         return self._group.broadcast([bucket], options)
 
-    def send(self, tensors: Mapping[str, Tensor], check: Callable[[], None], limit: int = BUCKET) -> None:
+    def send(self, tensors: Mapping[str, Tensor], limit: int, check: Callable[[], None]) -> None:
         """Broadcast all tensors.
 
         Args:
+            limit: bytes of a bucket, the same on both sides.
             check: called while waiting; raises once it is known that the other side does not listen.
-            limit: bytes of a bucket.
         """
         for pieces in buckets(describe(tensors), limit):
             flat = torch.zeros(bytes_of(pieces), dtype=torch.uint8, device=self.device)
@@ -130,7 +130,7 @@ class Pair:
                 flat[piece.offset : piece.offset + piece.size].copy_(raw)
             _finish(self.begin(flat), check)
 
-    def receive(self, metas: Sequence[Meta], limit: int = BUCKET) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, metas: Sequence[Meta], limit: int) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors as they arrive, each a view of its bucket."""
         for pieces in buckets(metas, limit):
             flat = torch.empty(bytes_of(pieces), dtype=torch.uint8, device=self.device)

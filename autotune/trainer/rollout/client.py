@@ -99,14 +99,15 @@ class ServerEngine:
         wanted, on_gpu = self._section.transfer, all(tensor.is_cuda for tensor in tensors.values())
         if wanted == "ipc" and not on_gpu:
             raise InputError("rollout.server.transfer: ipc needs weights on a GPU; use auto or file")
-        if wanted == "broadcast" and on_gpu and not self._elsewhere:
+        elsewhere = on_gpu and self._elsewhere(_device(tensors))
+        if wanted == "broadcast" and on_gpu and not elsewhere:
             raise InputError(
                 "rollout.server.transfer: broadcast needs a GPU of the server's own (rollout.server.devices):"
                 " NCCL does not connect two processes on one; use auto or ipc"
             )
         if wanted != "auto":
             return wanted
-        fast = "broadcast" if self._elsewhere else "ipc"
+        fast = "broadcast" if elsewhere else "ipc"
         return fast if on_gpu and self._fast_way_works else "file"
 
     def _load_fast(self, way: str, tensors: dict[str, torch.Tensor]) -> bool:
@@ -160,7 +161,7 @@ class ServerEngine:
             try:
                 if self._pair is None:
                     self._pair = Pair(self._folder / self._meeting, 0, _device(tensors), check)
-                self._pair.send(tensors, check)
+                self._pair.send(tensors, BUCKET, check)
                 asked.result()
             except BaseException:
                 pair, self._pair = self._pair, None  # what is left of it is of no use
@@ -169,11 +170,10 @@ class ServerEngine:
                 check()  # the server's own words, where it has some
                 raise
 
-    @property
-    def _elsewhere(self) -> bool:
-        """Whether the server has a device that is not the trainer's."""
+    def _elsewhere(self, trainer: torch.device) -> bool:
+        """Whether the server has a device that is not the trainer's; a thread's current one says nothing."""
         devices = self._section.devices
-        return self._rank < len(devices) and devices[self._rank] != _own_device()
+        return self._rank < len(devices) and devices[self._rank] != trainer.index
 
     def sleep(self) -> None:
         """Tell the engine to give memory back."""
