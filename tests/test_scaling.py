@@ -126,26 +126,49 @@ def test_between_machines_the_network_is_the_slowest_link() -> None:
 
 def test_one_point_takes_sampling_for_fixed_and_two_tell_what_is_shared() -> None:
     one = cost.Point(gpus=1, **POINT)
-    alone = cost.fit(RUN, [one])
+    alone = cost.fit([one])
     assert (alone.sample_fixed, alone.sample_shared, alone.compute) == (4.0, 0.0, 2.0)
     assert alone.rest == pytest.approx(0.4)
-    both = cost.fit(RUN, [one, cost.Point(gpus=2, **{**POINT, "sample": 3.0})])
+    both = cost.fit([one, cost.Point(gpus=2, **{**POINT, "sample": 3.0})])
     assert (both.sample_fixed, both.sample_shared) == (2.0, 2.0)
     assert cost.rollout(both, RUN, 1) == pytest.approx(one.total)
     with pytest.raises(ValueError, match="expected one of them to be 1"):
-        cost.fit(RUN, [cost.Point(gpus=2, **POINT)])
+        cost.fit([cost.Point(gpus=2, **POINT)])
 
 
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
 def test_without_communication_only_computing_is_divided(stage: int, gpus: int) -> None:
     run = cost.Run(parameters=1e9, updates=4, micro_batches=64, stage=stage)
-    costs = cost.fit(run, [cost.Point(gpus=1, **POINT)])
+    costs = cost.fit([cost.Point(gpus=1, **POINT)])
     fixed = costs.sample_fixed + costs.sync + costs.rest
     assert cost.rollout(costs, run, gpus) - cost.communication(run, gpus) == pytest.approx(fixed + 2.0 / gpus)
 
 
 def test_one_step_off_takes_the_longer_of_the_two() -> None:
-    costs = cost.fit(RUN, [cost.Point(gpus=1, **POINT)])
+    costs = cost.fit([cost.Point(gpus=1, **POINT)])
     assert cost.overlapped(costs, RUN, 1, 1) == pytest.approx(4.0 + 0.1 + 0.4)
-    slow = cost.fit(RUN, [cost.Point(gpus=1, **{**POINT, "sample": 1.0, "total": 3.5})])
+    slow = cost.fit([cost.Point(gpus=1, **{**POINT, "sample": 1.0, "total": 3.5})])
     assert cost.overlapped(slow, RUN, 1, 1) == pytest.approx(2.0 + 0.1 + 0.4)
+
+
+@pytest.mark.parametrize(("shape", "micro_batches"), [("135m", 4), ("1.5b", 16)])
+def test_the_models_sizes_are_the_recipes(shape: str, micro_batches: int) -> None:
+    run = scaling._traffic(shape, 3)
+    assert (run.updates, run.micro_batches, run.stage) == (4, micro_batches, 3)
+    assert run.parameters == pytest.approx({"135m": 135e6, "1.5b": 1.54e9}[shape], rel=0.02)
+
+
+def test_the_model_stands_beside_what_was_measured() -> None:
+    def measured(arm: str, ranks: int, total: float) -> dict[str, Any]:
+        seconds = {"total": total, "rollout": 4.0, "weight_sync": 0.1}
+        more = {"kl_mismatch": [], "rewards": [0.5], "applied": [], "restores": [], "disagreed": []}
+        sizes = {"gpus": 2, "peak_gib": [], "tokens_per_second": 1.0, "status": "done"}
+        names = {"shape": "135m", "arm": arm, "ranks": ranks}
+        return names | {"seconds": seconds, "training": 2.0, **more, **sizes}
+
+    one = measured("one GPU, ZeRO 2", 1, 6.5)
+    ahead = measured("one trains, one serves, one step off", 1, 5.0)
+    text = "\n".join(scaling._model([one, measured("two GPUs, ZeRO 3", 2, 5.5), ahead]))
+    assert "- one trains, one serves, one step off: predicted 4.50, measured 5.00 (-10%)" in text
+    assert "- two GPUs, ZeRO 3: predicted 5.5" in text and "ZeRO 2: predicted" not in text
+    assert "From one GPU and two" not in text

@@ -198,24 +198,48 @@ def _beside(row: dict[str, Any], alone: dict[str, Any] | None) -> str:
     return f"; reward of the last four rollouts {last[0]:.3f}, on one GPU {last[1]:.3f}"
 
 
+ALONE, BOTH = "one GPU, ZeRO 2", "two GPUs, ZeRO 2"
+
+
 def _model(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Where one GPU was measured: the model beside what was measured, and 8 to 64 GPUs."""
+    """Where one GPU was measured: 8 to 64 GPUs, and the runs on two as predicted and as measured."""
     by_arm = {(row["shape"], row["arm"]): row for row in found if "failed" not in row}
     for shape in dict.fromkeys(row["shape"] for row in found):
-        one, two = (by_arm.get((shape, f"{n} ZeRO 2")) for n in ("one GPU,", "two GPUs,"))
+        one, two = by_arm.get((shape, ALONE)), by_arm.get((shape, BOTH))
         if one is None or shape == "tiny":  # ranks that share the cores of one machine scale in no way
             continue
-        sizes = SHAPES[shape]
-        parameters = sizes.body + sizes.hidden * sizes.vocabulary
-        size = cost.Run(parameters, updates=4, micro_batches=max(4, one["ranks"]), stage=2)
-        alone = cost.fit(size, [rows.point(one)])
-        told = [f"{n}: {cost.rollout(alone, size, n):.2f}" for n in (2, *SIZES)]
-        yield f"Cost model, {shape}, from one GPU alone, s a rollout on N GPUs: {', '.join(told)}\n"
+        alone = cost.fit([rows.point(one)])
+        yield f"Cost model, {shape}, from one GPU alone, s a rollout on N GPUs: {_sizes(alone, shape)}\n"
+        for arm, guess in _predicted(alone, shape).items():
+            if row := by_arm.get((shape, arm)):
+                truth = row["seconds"]["total"]
+                yield f"- {arm}: predicted {guess:.2f}, measured {truth:.2f} ({guess / truth - 1:+.0%})\n"
         if two is not None:
-            both = cost.fit(size, [rows.point(one), rows.point(two)])
-            off = cost.rollout(alone, size, 2) / two["seconds"]["total"] - 1
-            told = [f"{n}: {cost.rollout(both, size, n):.2f}" for n in SIZES]
-            yield f"At two GPUs that is {off:+.0%} of what was measured. From both: {', '.join(told)}\n"
+            both = cost.fit([rows.point(one), rows.point(two)])
+            yield f"From one GPU and two: {_sizes(both, shape)}\n"
+
+
+def _sizes(costs: cost.Costs, shape: str) -> str:
+    return ", ".join(f"{n}: {cost.rollout(costs, _traffic(shape, 2), n):.2f}" for n in SIZES)
+
+
+def _predicted(costs: cost.Costs, shape: str) -> dict[str, float]:
+    """Seconds of a rollout of the runs on two GPUs, by their names."""
+    zero = {f"two GPUs, ZeRO {stage}": cost.rollout(costs, _traffic(shape, stage), 2) for stage in (2, 3)}
+    ahead = cost.overlapped(costs, _traffic(shape, 2), trainers=1, servers=1)
+    return zero | {"one trains, one serves, one step off": ahead}
+
+
+def _traffic(shape: str, stage: int) -> cost.Run:
+    """What decides a run's traffic, from its recipe."""
+    sizes, recipe = SHAPES[shape], fields(Arm("", shape), "", False)
+    samples = recipe["trainer.ppo_mini_batch_size"] * recipe["trainer.rollout_n"]
+    return cost.Run(
+        parameters=sizes.body + sizes.hidden * sizes.vocabulary,
+        updates=recipe["trainer.train_batch_size"] // recipe["trainer.ppo_mini_batch_size"],
+        micro_batches=samples // recipe["trainer.micro_batch_size"],
+        stage=stage,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -86,7 +86,7 @@ def communication(run: Run, gpus: int) -> float:
     return traffic(run, gpus) / bandwidth(gpus)
 
 
-def fit(run: Run, points: Sequence[Point]) -> Costs:
+def fit(points: Sequence[Point]) -> Costs:
     """From one GPU and, where it was measured, another number.
 
     Sampling is a + b / N through both points; from one GPU alone all of it is taken as fixed, which is
