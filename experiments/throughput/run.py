@@ -62,7 +62,10 @@ def without(name: str, *settings: str, base: Arm = OURS_FED) -> Arm:
 
 OFF = without("one step off", "rollout.one_step_off=true", base=SERVER)
 WEIGHED = without("weighed", "rollout.log_probs=all", base=OFF)
-TWO = without("two servers", "rollout.server.replicas=2", f"rollout.kv_cache_bytes={4 << 30}", base=WEIGHED)
+_REPLICAS = ("rollout.server.replicas=2", f"rollout.kv_cache_bytes={4 << 30}")
+TWO = without("two servers", *_REPLICAS, base=WEIGHED)
+PAIR = without("two of them", *_REPLICAS, base=SERVER)
+PAIR_FUSED = without("compiled head", "trainer.packing.compile_head=true", base=PAIR)
 FUSED = without("compiled head", "trainer.packing.compile_head=true")
 PLAIN = without("no graphs", "trainer.packing.graphs=false")
 ABLATIONS = (
@@ -134,6 +137,7 @@ def groups(tiny: bool) -> tuple[Group, ...]:
         Group("training", "135m", (TRL_FED, OURS_FED, PLAIN, FUSED), (0, 1, 2, 3, 3, 2, 1, 0), 6),
         Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
         Group("one step off", "135m", (TRL_VLLM, SERVER, OFF, WEIGHED, TWO), there_and_back(5), 4, 2, **end),
+        Group("servers", "135m", (TRL_VLLM, OURS_VLLM, PAIR, PAIR_FUSED), there_and_back(4), 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
