@@ -10,6 +10,9 @@ graphs that read the training weights where they are: nothing is copied after an
 must then stay: rows are filled up to a power of two with copies of the last one, the cache to a multiple
 of 128 positions, and the prompt is computed for every sample.
 
+Attention reads a cache once for all heads that share it (`grouped.py`); on a GPU the noise is compiled into
+the choice of the token (`choice.py`).
+
 The model's own generation defaults (top-p, repetition penalty, ...) are put aside while we sample:
 the training log-probs know nothing of them, so sampling with them would be sampling another model.
 """
@@ -31,33 +34,12 @@ from transformers import (
 )
 
 from autotune.trainer.rollout.base import Draw, Prompts, Responses, response_mask
-from autotune.trainer.rollout.noise import gumbel_noise, sample_keys
+from autotune.trainer.rollout.choice import Choice, CompiledChoice, Perturb, choose
+from autotune.trainer.rollout.grouped import grouped_attention
+from autotune.trainer.rollout.noise import sample_keys
 
 CACHE_ROUND = 128
 """Positions of a static cache come in this many, so that a longer prompt seldom changes its shape."""
-
-
-class _Perturb:
-    """Logits processor: perturbed scores out; the log-prob of their winner is kept by position."""
-
-    def __init__(self, keys: Tensor, start: int, temperature: float, gaps: bool) -> None:
-        self._keys = keys  # int64 [B]
-        self._start = start
-        self._temperature = temperature
-        self._want_gaps = gaps
-        self.log_probs: list[Tensor] = []  # per position, float32 [B]
-        self.gaps: list[Tensor] = []  # per position, float32 [B]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scaled = scores.float() / self._temperature  # [B, V]
-        position = input_ids.shape[1] - self._start
-        perturbed = scaled + gumbel_noise(self._keys, position, scores.shape[1])  # [B, V]
-        winner = perturbed.argmax(dim=1, keepdim=True)  # [B, 1]
-        self.log_probs.append(scaled.gather(1, winner).squeeze(1) - scaled.logsumexp(dim=1))
-        if self._want_gaps:
-            best = perturbed.topk(2, dim=1).values  # [B, 2]
-            self.gaps.append(best[:, 0] - best[:, 1])
-        return perturbed
 
 
 class HfSampler:
@@ -85,6 +67,8 @@ class HfSampler:
         self._model = model
         self._static = static_cache
         self._caches: dict[tuple[int, int], StaticCache] = {}
+        on_gpu = model.device.type == "cuda"
+        self._choose: Choice = CompiledChoice() if on_gpu else choose
         self._end_ids = list(end_ids)
         self._pad_id = pad_id
         self.record_gaps = record_gaps
@@ -124,17 +108,17 @@ class HfSampler:
 
     def _perturbation(
         self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw
-    ) -> _Perturb | None:
+    ) -> Perturb | None:
         if draw.greedy:
             return None
         keys = sample_keys(draw.seed, draw.rollout, prompt_of + draw.first_prompt, sample_of)  # [B]
-        return _Perturb(keys, prompts.ids.shape[1], draw.temperature, self.record_gaps)
+        return Perturb(keys, draw.temperature, self.record_gaps, self._choose)
 
-    def _generate(self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: _Perturb | None) -> Tensor:
+    def _generate(self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: Perturb | None) -> Tensor:
         """New token ids, int64 [B, r]; r ends where every row had its end token."""
         device = self._model.device
         ids, mask = prompts.ids.to(device), prompts.mask.to(device)
-        with _defaults_aside(self._model):
+        with _defaults_aside(self._model), grouped_attention(self._model.config):
             tokens = self._model.generate(
                 input_ids=ids[prompt_of],  # [B, L]
                 attention_mask=mask[prompt_of].long(),  # [B, L]

@@ -55,6 +55,34 @@ def sample_keys(seed: int, rollout: int, prompts: Tensor, samples: Tensor) -> Te
     return key
 
 
+def places(keys: Tensor, position: int | Tensor) -> Tensor:
+    """What is the same for all tokens at one position of every sample, int64 [B].
+
+    Args:
+        keys: from `sample_keys`, int64 [B].
+        position: index of the response token that is being drawn; an int64 scalar where it lies on a device.
+    """
+    step = (position + 1) * _STEP
+    return mix(keys + (_signed(step) if isinstance(step, int) else step))
+
+
+def token_steps(vocabulary: int, device: torch.device) -> Tensor:
+    """What is the same for all samples, int64 [V]."""
+    return torch.arange(1, vocabulary + 1, device=device).mul_(_STEP)
+
+
+def gumbel(places: Tensor, steps: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 [B, V], of `places` and `token_steps`.
+
+    Neither is made in here: a compiler that sees how `steps` comes about takes it for an index, and computes
+    it in 32 bits.
+    """
+    bits = mix(places[:, None] + steps)  # [B, V]
+    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32)  # [B, V], 53 bits
+    uniform.add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u)), [B, V]
+
+
 def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
     """Standard Gumbel noise for one position of every sample, float32 [B, V].
 
@@ -63,9 +91,4 @@ def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
         position: index of the response token that is being drawn.
         vocabulary: V, number of tokens.
     """
-    place = mix(keys + _signed((position + 1) * _STEP))  # [B]
-    tokens = torch.arange(1, vocabulary + 1, device=keys.device).mul_(_STEP)  # [V]
-    bits = mix(place[:, None] + tokens)  # [B, V]
-    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32)  # [B, V], 53 bits
-    uniform.add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u)), [B, V]
+    return gumbel(places(keys, position), token_steps(vocabulary, keys.device))
