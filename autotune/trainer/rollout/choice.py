@@ -42,19 +42,26 @@ class CompiledChoice:
 
     def __init__(self, compiled: Choice | None = None) -> None:
         """`compiled` replaces torch's compiler, for tests."""
-        self._compiled = compiled or torch.compile(choose, dynamic=False)
+        self._compiled = compiled
         self._agreed: dict[torch.Size, bool] = {}
 
     def __call__(self, scores: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
         """As `choose`."""
         if scores.shape not in self._agreed:
             self._agreed[scores.shape] = self._agrees(scores, *given)
-        return (self._compiled if self._agreed[scores.shape] else choose)(scores, *given)
+        return (self._program if self._agreed[scores.shape] else choose)(scores, *given)
+
+    @property
+    def _program(self) -> Choice:
+        """Made when it is first needed: the compiler takes seconds to import."""
+        if self._compiled is None:
+            self._compiled = torch.compile(choose, dynamic=False)
+        return self._compiled
 
     def _agrees(self, *given: Tensor) -> bool:
         plain = choose(*given)
         try:
-            made = self._compiled(*given)
+            made = self._program(*given)
             same = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(made, plain, strict=True))
             why = "it gave other numbers"
         except Exception as error:  # whatever a compiler raises: there is another way

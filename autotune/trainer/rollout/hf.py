@@ -67,8 +67,7 @@ class HfSampler:
         self._model = model
         self._static = static_cache
         self._caches: dict[tuple[int, int], StaticCache] = {}
-        on_gpu = model.device.type == "cuda"
-        self._choose: Choice = CompiledChoice() if on_gpu else choose
+        self._compiled = CompiledChoice()  # nothing is compiled before its first call
         self._end_ids = list(end_ids)
         self._pad_id = pad_id
         self.record_gaps = record_gaps
@@ -90,7 +89,7 @@ class HfSampler:
             prompt_of, sample_of = _filled(prompt_of), _filled(sample_of)
         device = self._model.device
         prompt_of, sample_of = prompt_of.to(device), sample_of.to(device)
-        perturb = self._perturbation(prompts, prompt_of, sample_of, draw)
+        perturb = self._perturbation(prompt_of, sample_of, draw)
         ids = self._generate(prompts, prompt_of, draw, perturb)[:rows]  # [B, r], r <= R
         length = draw.max_response_length
         mask, truncated = response_mask(ids, torch.tensor(self._end_ids, device=device))
@@ -106,13 +105,17 @@ class HfSampler:
     def _static_here(self) -> bool:
         return self._model.device.type == "cuda" if self._static is None else self._static
 
-    def _perturbation(
-        self, prompts: Prompts, prompt_of: Tensor, sample_of: Tensor, draw: Draw
-    ) -> Perturb | None:
+    def _perturbation(self, prompt_of: Tensor, sample_of: Tensor, draw: Draw) -> Perturb | None:
         if draw.greedy:
             return None
         keys = sample_keys(draw.seed, draw.rollout, prompt_of + draw.first_prompt, sample_of)  # [B]
-        return Perturb(keys, draw.temperature, self.record_gaps, self._choose)
+        return Perturb(keys, draw.temperature, self.record_gaps, self._choice)
+
+    @property
+    def _choice(self) -> Choice:
+        """Compiled on a GPU, where shapes stay: every other one would be compiled anew."""
+        on_gpu = self._model.device.type == "cuda"
+        return self._compiled if on_gpu and self._static_here else choose
 
     def _generate(self, prompts: Prompts, prompt_of: Tensor, draw: Draw, perturb: Perturb | None) -> Tensor:
         """New token ids, int64 [B, r]; r ends where every row had its end token."""
