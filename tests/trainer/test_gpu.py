@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from autotune.controller import Controller, ControlSettings
 from autotune.hooks.loop import ControlLoop
@@ -34,6 +35,9 @@ from autotune.trainer.loop import Trainer
 from autotune.trainer.meters import Measured, Meters
 from autotune.trainer.ranks import Ranks
 from autotune.trainer.rewards.base import RewardTable
+from autotune.trainer.rollout.choice import CompiledChoice, choose
+from autotune.trainer.rollout.grouped import attend
+from autotune.trainer.rollout.noise import places, token_steps
 from experiments.throughput import arm_ours
 from experiments.throughput.work import Work, make_model
 
@@ -103,6 +107,48 @@ def test_meters_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = meters.finish(Ranks())
     assert measured.scalars["entropy"] == pytest.approx(float(old.abs().mean()), rel=1e-5)
     assert measured.per_update["grad_norm"] == pytest.approx([float(new.norm())] * 2, rel=1e-5)
+
+
+# -- a decoding step of `hf` -----------------------------------------------------------------------
+
+
+def milliseconds(work: Callable[[], Any], times: int = 20) -> float:
+    """Of one call, after two that are not counted."""
+    work(), work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def test_the_compiled_choice_of_a_token_is_believed_here_and_faster() -> None:
+    g = torch.Generator().manual_seed(1)
+    scores = torch.randn(256, 49152, generator=g).cuda()
+    where = places(torch.randint(-(2**62), 2**62, (256,), generator=g).cuda(), 3)
+    given = scores, where, token_steps(49152, scores.device), torch.tensor(0.8, device="cuda")
+    compiled = CompiledChoice()
+    compiled(*given)
+    assert list(compiled._agreed.values()) == [True]
+    plain, made = milliseconds(lambda: choose(*given)), milliseconds(lambda: compiled(*given))
+    print(f"\nchoice of 256 tokens: {plain:.2f} ms, compiled {made:.2f} ms")
+    assert made < plain
+
+
+def test_a_shared_cache_is_read_once_with_the_same_numbers() -> None:
+    g = torch.Generator().manual_seed(1)
+    shapes = ((256, 9, 1, 64), (256, 3, 384, 64), (256, 3, 384, 64))
+    query, key, value = (torch.randn(shape, generator=g).cuda().bfloat16() for shape in shapes)
+    mask = (torch.rand(256, 1, 1, 384, generator=g) < 0.5).cuda()
+    layer = argparse.Namespace(num_key_value_groups=3, is_causal=True)
+    usual, _ = sdpa_attention_forward(layer, query, key, value, mask)
+    torch.testing.assert_close(attend(layer, query, key, value, mask)[0], usual, rtol=2e-2, atol=2e-2)  # type: ignore[arg-type]
+    copied = milliseconds(lambda: sdpa_attention_forward(layer, query, key, value, mask))
+    once = milliseconds(lambda: attend(layer, query, key, value, mask))  # type: ignore[arg-type]
+    print(f"\nattention of one layer: {copied:.3f} ms, read once {once:.3f} ms")
+    assert once < copied
 
 
 # -- recorded passes -------------------------------------------------------------------------------
