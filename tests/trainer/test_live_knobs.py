@@ -210,10 +210,11 @@ class Probes:
         return register_optimizer_step_post_hook(stepped).remove
 
     def _sampler(self, trainer: Trainer) -> None:
-        from autotune.trainer.rollout import hf
+        from autotune.trainer.rollout.choice import Perturb
+        from autotune.trainer.rollout.noise import gumbel_noise
 
         sample, generate = trainer.parts.sampler.sample, trainer.parts.model.generate
-        perturb, noise = hf._Perturb.__call__, hf.gumbel_noise
+        perturb = Perturb.__call__
 
         def sampled(prompts: Any, prompt_of: Tensor, sample_of: Tensor, draw: Any) -> Any:
             self._now.prompts.append(prompts.ids.shape[0])
@@ -227,14 +228,15 @@ class Probes:
             return generate(**kwargs)
 
         def perturbed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+            position = int(processor._position)
             result = perturb(processor, ids, scores)
-            added = noise(processor._keys, ids.shape[1] - processor._start, scores.shape[1])
+            added = gumbel_noise(processor._keys, position, scores.shape[1])
             self._now.sampling_temperature.append(ratio(scores.float(), result - added))
             return result
 
         self._patch.setattr(trainer.parts.sampler, "sample", sampled)
         self._patch.setattr(trainer.parts.model, "generate", generated)
-        self._patch.setattr(hf._Perturb, "__call__", perturbed)
+        self._patch.setattr(Perturb, "__call__", perturbed)
 
     def _model(self, trainer: Trainer) -> None:
         import torch
