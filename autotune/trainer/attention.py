@@ -142,8 +142,15 @@ def packed_attention(config: Any) -> Iterator[None]:
     AttentionInterface.register(NAME, attend)
     if torch.cuda.is_available():
         native_proven(torch.device("cuda", torch.cuda.current_device()))  # not while compiling
+    with attending(config, NAME):
+        yield
+
+
+@contextmanager
+def attending(config: Any, name: str) -> Iterator[None]:
+    """Inside, the model with this configuration attends by the function that is registered under a name."""
     kept = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

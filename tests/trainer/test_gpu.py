@@ -34,7 +34,7 @@ from autotune.trainer import attention
 from autotune.trainer.loop import Trainer
 from autotune.trainer.meters import Measured, Meters
 from autotune.trainer.ranks import Ranks
-from autotune.trainer.rewards.base import RewardTable
+from autotune.trainer.rewards.base import Rewards, RewardTable
 from autotune.trainer.rollout.choice import CompiledChoice, choose
 from autotune.trainer.rollout.grouped import attend
 from autotune.trainer.rollout.noise import places, token_steps
@@ -206,25 +206,14 @@ class Run:
         torch.cuda.synchronize()
 
 
-class EveryOther:
-    """A reward for every second response: random weights earn none for what they say, and would not move."""
-
-    def score(self, responses: Sequence[str], examples: Sequence[Any]) -> RewardTable:
-        given = [float(place % 2) for place in range(len(responses))]
-        return RewardTable(given, {"every other": given})
-
-    def news(self) -> list[Any]:
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
+def every_other(rewards: Rewards, responses: Sequence[str], examples: Sequence[Any]) -> RewardTable:
+    """1 for every second response: random weights earn nothing for what they say, and would not move."""
+    given = [float(place % 2) for place in range(len(responses))]
+    return RewardTable(given, {"every other": given})
 
 
 def test_a_server_on_the_same_gpu_draws_ahead_from_weights_that_it_reads_in_place(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA handles, made once: drawn anew after eight transfers a rollout has the first one's mismatch."""
     pytest.importorskip("vllm")
@@ -233,7 +222,7 @@ def test_a_server_on_the_same_gpu_draws_ahead_from_weights_that_it_reads_in_plac
     settings = (*(f"rollout.{setting}" for setting in settings), *more)
     found: list[dict[str, float | None]] = []
     with closing(make_trainer(model_folder, tmp_path / "served", "server", *settings)) as trainer:
-        trainer.replace_parts(rewards=EveryOther())
+        monkeypatch.setattr(Rewards, "score", every_other)
 
         def on_rollout(record: Any) -> None:
             found.append(record.scalars)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotune.trainer.attention import attending
+
 NAME = "autotune_grouped"
 USUAL = "sdpa"
 
@@ -69,14 +71,10 @@ def grouped_attention(config: Any) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    kept = config._attn_implementation
-    if kept != USUAL:
+    if config._attn_implementation != USUAL:
         yield
         return
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    config._attn_implementation = NAME
-    try:
+    with attending(config, NAME):
         yield
-    finally:
-        config._attn_implementation = kept
