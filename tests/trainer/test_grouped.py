@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations import sdpa_attention
+from transformers import CompileConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from autotune.trainer.rollout import grouped
 from autotune.trainer.rollout.base import Draw, pad_prompts
@@ -34,7 +34,7 @@ def test_the_numbers_are_those_of_sdpa(
     heads: int, shared: int, new: int, mask: str, scaling: float | None
 ) -> None:
     given = inputs(heads, shared, new, mask)
-    expected, _ = sdpa_attention.sdpa_attention_forward(*given, scaling=scaling)
+    expected, _ = sdpa_attention_forward(*given, scaling=scaling)
     found, weights = attend(*given, scaling=scaling)
     assert weights is None and found.shape == expected.shape == (3, new, heads, 8)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -47,7 +47,7 @@ def test_a_bias_or_dropout_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -
         asked.append(more)
         return given[1], None
 
-    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", usual)
+    monkeypatch.setattr(grouped, "sdpa_attention_forward", usual)
     for more in ({"dropout": 0.1}, {"position_bias": torch.zeros(1, 6, 1, 16)}):
         attend(*inputs(6, 2, 1, "bool"), **more)
     by_head = torch.ones(3, 6, 1, 16, dtype=torch.bool)
@@ -101,3 +101,35 @@ def test_only_sdpa_is_replaced_and_comes_back(before: str, inside: str) -> None:
         assert config._attn_implementation == inside
         raise RuntimeError("the device is full")
     assert config._attn_implementation == before
+
+
+@pytest.mark.slow
+def test_the_librarys_compiled_step_takes_it_whole(
+    shared_keys: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the library compiles by itself; `fullgraph` refuses a function it cannot follow."""
+    prompts = pad_prompts([[5, 6, 7], [8, 9]], 8, 0)
+    draw = Draw(seed=1, rollout=0, temperature=1.0, max_response_length=6)
+    places = torch.arange(8) // 4, torch.arange(8) % 4
+    sampler = HfSampler(shared_keys, [1], 0, static_cache=True)
+    plain = sampler.sample(prompts, *places, draw)
+    config, traced = sampler._config, False
+
+    def compiled(draw: Draw) -> GenerationConfig:
+        made = config(draw)
+        made.compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+        made.compile_config._compile_all_devices = True
+        return made
+
+    def watched(*given: Any) -> bool:
+        nonlocal traced
+        found = foldable(*given)
+        traced = traced or (found and torch.compiler.is_compiling())
+        return found
+
+    foldable = grouped._foldable
+    monkeypatch.setattr(sampler, "_config", compiled)
+    monkeypatch.setattr(grouped, "_foldable", watched)
+    found = sampler.sample(prompts, *places, draw)
+    assert traced, "the decoding step was not compiled"
+    assert torch.equal(found.ids, plain.ids)

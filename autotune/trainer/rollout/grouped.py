@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from autotune.trainer.attention import attending
 
@@ -43,8 +46,6 @@ def attend(
     Returns:
         [B, T, H, D], and no weights.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     batch, heads, new, size = query.shape
     if not _foldable(query, key, attention_mask, kwargs):
         found, _ = sdpa_attention_forward(
@@ -68,9 +69,6 @@ def _foldable(query: Tensor, key: Tensor, mask: Tensor | None, more: dict[str, A
 @contextmanager
 def grouped_attention(config: Any) -> Iterator[None]:
     """Inside, the model with this configuration attends so, where it would use `sdpa`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     if config._attn_implementation != USUAL:
         yield
         return
