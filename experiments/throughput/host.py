@@ -21,9 +21,8 @@ from autotune.recipe.schema import ServerSection
 from autotune.trainer.rollout.client import ServerEngine
 from autotune.trainer.rollout.several import SeveralEngines
 from autotune.trainer.rollout.vllm_engine import EngineOptions, Request, Sampling
-from experiments.throughput.work import SHAPES, Shape, Work, make_model
+from experiments.throughput.work import Work, make_model
 
-SHAPES["next to nothing"] = Shape(64, 1, 2, 2, 128, 512)
 SAMPLING = Sampling(temperature=1.0, max_tokens=Work().longest, end_ids=(7, 8, 9, 10, 11, 12))
 """Random weights draw one of six ends among 512 tokens: responses of 80 tokens on average."""
 WARM_UP = 2
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=6)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model("next to nothing", Path(folder), None)
+        model = make_model("least", Path(folder), None)
         for servers in options.servers:
             seconds, tokens = measured(model, servers, options.rollouts)
             each = 1e6 * sum(seconds) / sum(tokens)
