@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from autotune.trainer.rollout.choice import CompiledChoice, Perturb, choose
-from autotune.trainer.rollout.noise import gumbel_noise, places, token_steps
+from autotune.trainer.rollout.noise import places, token_steps
+from tests.trainer.whole_noise import gumbel_noise
 
 
 def given(rows: int = 6, words: int = 700, position: int = 3, temperature: float = 0.6) -> tuple[Tensor, ...]:

@@ -127,7 +127,7 @@ def milliseconds(work: Callable[[], Any], times: int = 20) -> float:
 def test_the_compiled_choice_of_a_token_is_believed_here_and_faster() -> None:
     g = torch.Generator().manual_seed(1)
     scores = torch.randn(256, 49152, generator=g).cuda()
-    where = places(torch.randint(-(2**62), 2**62, (256,), generator=g).cuda(), 3)
+    where = places(torch.randint(-(2**62), 2**62, (256,), generator=g).cuda(), torch.tensor(3, device="cuda"))
     given = scores, where, token_steps(49152, scores.device), torch.tensor(0.8, device="cuda")
     compiled = CompiledChoice()
     compiled(*given)

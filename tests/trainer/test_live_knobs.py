@@ -211,7 +211,7 @@ class Probes:
 
     def _sampler(self, trainer: Trainer) -> None:
         from autotune.trainer.rollout.choice import Perturb
-        from autotune.trainer.rollout.noise import gumbel_noise
+        from tests.trainer.whole_noise import gumbel_noise
 
         sample, generate = trainer.parts.sampler.sample, trainer.parts.model.generate
         perturb = Perturb.__call__

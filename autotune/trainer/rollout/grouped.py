@@ -48,11 +48,8 @@ def attend(
     """
     batch, heads, new, size = query.shape
     if not _foldable(query, key, attention_mask, kwargs):
-        found, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return found, None
-    folded = query.reshape(batch, key.shape[1], heads // key.shape[1] * new, size)  # [B, K, H / K, D]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    folded = query.reshape(batch, key.shape[1], heads // key.shape[1], size)  # [B, K, H / K, D]
     found = torch.nn.functional.scaled_dot_product_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
     )

@@ -55,15 +55,14 @@ def sample_keys(seed: int, rollout: int, prompts: Tensor, samples: Tensor) -> Te
     return key
 
 
-def places(keys: Tensor, position: int | Tensor) -> Tensor:
+def places(keys: Tensor, position: Tensor) -> Tensor:
     """What is the same for all tokens at one position of every sample, int64 [B].
 
     Args:
         keys: from `sample_keys`, int64 [B].
-        position: index of the response token that is being drawn; an int64 scalar where it lies on a device.
+        position: index of the response token that is being drawn, an int64 scalar.
     """
-    step = (position + 1) * _STEP
-    return mix(keys + (_signed(step) if isinstance(step, int) else step))
+    return mix(keys + (position + 1) * _STEP)
 
 
 def token_steps(vocabulary: int, device: torch.device) -> Tensor:
@@ -74,21 +73,10 @@ def token_steps(vocabulary: int, device: torch.device) -> Tensor:
 def gumbel(places: Tensor, steps: Tensor) -> Tensor:
     """Standard Gumbel noise, float32 [B, V], of `places` and `token_steps`.
 
-    Neither is made in here: a compiler that sees how `steps` comes about takes it for an index, and computes
-    it in 32 bits.
+    Neither is made in here: compiled together with the `arange` that `steps` begins as, torch 2.13 gave other
+    numbers on a CPU and wrote over foreign memory.
     """
     bits = mix(places[:, None] + steps)  # [B, V]
     uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32)  # [B, V], 53 bits
     uniform.add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u)), [B, V]
-
-
-def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise for one position of every sample, float32 [B, V].
-
-    Args:
-        keys: from `sample_keys`, int64 [B].
-        position: index of the response token that is being drawn.
-        vocabulary: V, number of tokens.
-    """
-    return gumbel(places(keys, position), token_steps(vocabulary, keys.device))
