@@ -296,6 +296,9 @@ def _follow(log: Path, options: dict[str, Any], as_json: bool) -> Any:
     from autotune.advise import follow, print_verdict, said_line
     from autotune.decisions import to_json
 
+    def on_wait(why: str) -> None:
+        typer.echo(f"waiting: {why}", err=True)
+
     console = _console()
     if as_json:
         return follow(
@@ -303,12 +306,14 @@ def _follow(log: Path, options: dict[str, Any], as_json: bool) -> Any:
             lambda item: print(json.dumps({"said": to_json(item)}), flush=True),
             lambda found: print(json.dumps({"verdict": to_json(found)}), flush=True),
             options,
+            on_wait=on_wait,
         )
     return follow(
         log,
         lambda item: console.print(said_line(item), soft_wrap=True),
         lambda found: print_verdict(console, found),
         options,
+        on_wait=on_wait,
     )
 
 

@@ -4,6 +4,7 @@
     +-- InputError (ValueError)        exit 2   bad input, nothing was started
     |   +-- RecipeError                         one or many problems in a recipe
     |   +-- EnvironmentProblem                  something that the run needs is not installed
+    |   +-- NothingYet                          what is read is not there yet, and may still come
     +-- RunError (RuntimeError)        exit 1   the run failed
     |   +-- JournalError                        the journal cannot be written, read or trusted
     |   +-- CheckpointError                     a checkpoint is missing, damaged or does not fit
@@ -35,6 +36,10 @@ class InputError(AutotuneError, ValueError):
 
 class EnvironmentProblem(InputError):
     """Something that the run needs is not installed on this machine."""
+
+
+class NothingYet(InputError):
+    """What is to be read is not there yet or still empty; whoever watches it may wait."""
 
 
 @dataclass(frozen=True, slots=True)

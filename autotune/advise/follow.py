@@ -13,13 +13,14 @@ from typing import Any
 
 from autotune.advise.shadow import Said, Shadow, prepare
 from autotune.advise.verdict import Verdict, verdict
-from autotune.errors import InputError
+from autotune.errors import NothingYet
 
 POLL = 1.0
 """Seconds between two looks at a log that has not grown."""
 
 OnSaid = Callable[[Said], None]
 OnVerdict = Callable[[Verdict], None]
+OnWait = Callable[[str], None]
 
 
 def follow(
@@ -30,6 +31,7 @@ def follow(
     *,
     poll: float = POLL,
     stop_when: Callable[[], bool] = lambda: False,
+    on_wait: OnWait = lambda why: None,
 ) -> Shadow:
     """Watch a log until it ends.
 
@@ -40,8 +42,13 @@ def follow(
         options: as for `prepare`.
         poll: seconds between two looks.
         stop_when: asked at the end of the file; True ends the watch.
+        on_wait: called with the reason when there is nothing to read yet, once for each reason.
+
+    Raises:
+        NothingYet: the watch was ended before the log had begun.
+        InputError: what is there is no log.
     """
-    shadow = _wait_for_rows(path, options, poll, stop_when)
+    shadow = _wait_for_rows(path, options, poll, stop_when, on_wait)
     title = ""
 
     def at_end() -> bool:
@@ -66,15 +73,25 @@ def follow(
 
 
 def _wait_for_rows(
-    path: Path | str, options: Mapping[str, Any], poll: float, stop_when: Callable[[], bool]
+    path: Path | str,
+    options: Mapping[str, Any],
+    poll: float,
+    stop_when: Callable[[], bool],
+    on_wait: OnWait,
 ) -> Shadow:
     """Their keys are learnt from the first rows, so there must be some."""
+    told = ""
     while True:
         try:
             shadow = prepare(path, **options)
             if shadow.survey.rows or stop_when():
                 return shadow
-        except InputError:
-            if stop_when() or (Path(path).exists() and Path(path).stat().st_size > 0):
+            why = f"{path} has no metric lines yet"
+        except NothingYet as nothing:  # asked of the file again, it could have begun meanwhile
+            if stop_when():
                 raise
+            why = str(nothing)
+        if why != told:
+            on_wait(why)
+            told = why
         time.sleep(poll)

@@ -18,7 +18,7 @@ from statistics import median as middle
 
 import numpy as np
 
-from autotune.errors import InputError
+from autotune.errors import InputError, NothingYet
 from autotune.history import HEAD
 from autotune.logs.blocks import Block
 from autotune.logs.join import same_step
@@ -132,6 +132,7 @@ def survey(log: Log, mapping: Mapping[str, str] | None = None, trainer: str = ""
 
     Raises:
         InputError: a mapping names a metric that is not ours or a key that is not in the log.
+        NothingYet: the log has no rows yet in which a mapped key could be.
     """
     keys: dict[str, KeyStats] = {}
     rows, gaps = _count(log.parts(), keys)
@@ -217,9 +218,9 @@ def _mapped(found: Survey, mapping: Mapping[str, str]) -> None:
         name, scale = (key, _factor(ours, theirs, factor)) if star else (theirs, 1.0)
         real = next((k for k in found.keys if name in (k, normal_key(k))), None)
         if real is None:
-            raise InputError(
-                f"--map {ours}={theirs}: no row has {name!r}; there are {', '.join(sorted(found.keys))}"
-            )
+            error = InputError if found.rows else NothingYet
+            keys = ", ".join(sorted(found.keys)) or "no rows"
+            raise error(f"--map {ours}={theirs}: no row has {name!r}; there are {keys}")
         found.plan = {k: c for k, c in found.plan.items() if c.ours != ours}
         found.plan[real] = Column(ours, scale, "mapped by you")
         found.unknown = [k for k in found.unknown if k != real]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.errors import InputError
+from autotune.errors import InputError, NothingYet
 from autotune.logs import sources
 from autotune.logs.blocks import LINES, Block, read_block
 from autotune.logs.header import HeaderReader, Hints
@@ -202,13 +202,14 @@ def open_log(path: Path | str, run: str = "") -> Log:
         run: id or name of the run inside an MLflow database.
 
     Raises:
-        InputError: there is nothing at this path, or nothing that could be a log.
+        NothingYet: there is nothing at this path, or it is still empty.
+        InputError: there is nothing that could be a log.
     """
     path = Path(path)
     if path.is_dir():
         return _folder(path, run)
     if not path.is_file():
-        raise InputError(f"there is no log at {path}; expected a log file, an MLflow run or an event folder")
+        raise NothingYet(f"there is no log at {path}; expected a log file, an MLflow run or an event folder")
     return Log(path, _file_format(path), run)
 
 
@@ -222,7 +223,8 @@ def _folder(path: Path, run: str) -> Log:
         return Log(path, "TensorBoard events")
     if next(path.rglob(sources.METRICS_FILE), None) is not None:
         return Log(path, "prime-rl metrics folder")
-    raise InputError(
+    error = InputError if any(path.iterdir()) else NothingYet
+    raise error(
         f"{path} holds no log that can be read: expected metrics/ (an MLflow run), trainer_state.json,"
         f" mlflow.db, experiment_log.jsonl, {sources.METRICS_FILE} or events.out.tfevents.* files"
     )
@@ -243,7 +245,7 @@ def _file_format(path: Path) -> str:
 def _text_format(path: Path, start: str) -> str:
     lines = [line for line in start.replace("\r", "\n").split("\n") if line.strip()]
     if not lines:
-        raise InputError(f"{path} is empty; expected metric lines")
+        raise NothingYet(f"{path} is empty; expected metric lines")
     first = lines[0].strip()
     if (
         path.suffix == ".json"

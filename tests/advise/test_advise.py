@@ -156,6 +156,61 @@ def test_a_growing_log_gives_news_as_they_come_and_ends_with_the_run(tmp_path: P
     assert len(shadow.steps) == sum(line.startswith("{'loss") for line in lines)
 
 
+LINE = '{"step": 1, "points": 0.2, "kl": 0.01}\n'
+
+
+@pytest.mark.parametrize(
+    ("begun", "why"),
+    [
+        (None, "there is no log"),
+        ("", "is empty"),
+        ("\n  \n", "is empty"),
+        ("INFO starting\n", "has no metric lines yet"),
+    ],
+)
+def test_a_log_is_waited_for_until_its_first_row(tmp_path: Path, begun: str | None, why: str) -> None:
+    """Every reason is told once, and the log's first row may come between two looks at the file."""
+    path = tmp_path / "a.jsonl"
+    if begun is not None:
+        path.write_text(begun)
+    asked: list[str] = []
+
+    def at_end() -> bool:
+        asked.append("")
+        if len(asked) == 3:
+            with path.open("a") as file:
+                file.write(LINE * 3)
+        return len(asked) > 3
+
+    waits: list[str] = []
+    shadow = follow(path, print, print, {}, poll=0.001, stop_when=at_end, on_wait=waits.append)
+    assert shadow.survey.rows == 3
+    assert len(waits) == 1 and why in waits[0]
+
+
+def test_a_mapped_key_is_waited_for_as_long_as_there_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("INFO starting\n")
+    options = {"mapping": {"reward_mean": "points"}}
+
+    def begin(why: str) -> None:
+        assert "no row has 'points'; there are no rows" in why
+        path.write_text(LINE)
+
+    def mapped() -> bool:
+        return "points" in path.read_text()
+
+    shadow = follow(path, print, print, options, poll=0.001, stop_when=mapped, on_wait=begin)
+    assert "points" in shadow.survey.plan
+
+
+def test_what_is_no_log_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\0" * 64)
+    for path in (tmp_path / "model.bin", tmp_path):
+        with pytest.raises(InputError, match=r"binary file|holds no log"):
+            follow(path, print, print, {}, poll=0.01)
+
+
 def test_following_a_log_that_never_comes_can_be_ended(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no log"):
         follow(tmp_path / "none", print, print, {}, poll=0.01, stop_when=lambda: True)
