@@ -82,7 +82,7 @@ class Reward:
         if len(blocks) < 5:
             return cls(values, first, last, sd, False, False)
         trend = theil_sen(blocks)
-        rising = trend.low > 0 and trend.rise >= sd  # a reward without any noise rises too
+        rising = trend.low > 0 and trend.rise >= sd > 0
         falling = trend.high < 0 and -trend.rise >= max(sd, SLACK * abs(first)) > 0
         return cls(values, first, last, sd, rising, falling)
 
