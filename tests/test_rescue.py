@@ -240,6 +240,9 @@ def test_excess_harm_counts_runs_below_the_usual_worst() -> None:
     worse = measures.excess_harm([(off[:90] + [0.1] * 10, off)])
     assert same.value == pytest.approx(0.0, abs=0.011) and worse.value == pytest.approx(0.1, abs=0.02)
     assert worse.low > 0
+    # Position 1.98 of a hundred: the two lowest lie below their own quantile, by chance alone.
+    assert measures.below_quantile([(off, off)]) == 2
+    assert measures.below_quantile([(off[:90] + [0.1] * 10, off), (off, off)]) == 12 + 2
 
 
 def test_sign_flips_agree_with_all_flips() -> None:

@@ -119,9 +119,22 @@ def _limits(rows: Sequence[Row], tasks: Sequence[str]) -> str:
   be narrower, and a smaller sweep of it would do as well.
 - The recipe that a person had set well beforehand, without controller: {_well_set(rows, tasks)}. Where it
   beats the sweep's best, so can a run that comes near it.
+{_harm(rows, tasks)}\
 - The rules were tuned on another task (`ops6x2`) of the same kind: digits in, digits out.
 - Population-based training is the published algorithm on this project's checkpoints, four members with a
   quarter of the tokens each; with more tokens it would do better."""
+
+
+def _harm(rows: Sequence[Row], tasks: Sequence[str]) -> str:
+    """What so few pairs can say of rare harm."""
+    found = report.harm(rows, tasks, PURPOSE)
+    if found is None:
+        return ""
+    return f"""\
+- Harm: of {found.runs} well-set runs an arm, {found.below} with the controller and {found.below_off} without
+  it ended below the 2 % quantile of those without. So few tell large harm from none, and no more: the excess
+  may lie anywhere from {found.excess.low:.1%} to {found.excess.high:.1%}.
+"""
 
 
 def _well_set(rows: Sequence[Row], tasks: Sequence[str]) -> str:

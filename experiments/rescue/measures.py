@@ -99,6 +99,11 @@ def excess_harm(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Est
     return Estimate(float(_excess(arrays)[0]), float(low), float(high), sum(on.size for on, _ in arrays))
 
 
+def below_quantile(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> int:
+    """How many J_on are below their task's 2 % quantile of J_off; pairs as for `excess_harm`."""
+    return sum(int((np.array(on) < np.quantile(off, QUANTILE)).sum()) for on, off in pairs)
+
+
 def _drawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
     """Samples with replacement, one a row."""
     return values[0, rng.integers(0, values.size, (DRAWS, values.size))]

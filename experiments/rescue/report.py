@@ -336,6 +336,10 @@ class Harm:
     off: float
     difference: Estimate
     excess: Estimate
+    below: int
+    """Runs with the controller below the 2 % quantile of those without."""
+    below_off: int
+    """Runs without it below their own quantile: what chance alone gives."""
     actions: float
 
     @property
@@ -362,6 +366,8 @@ def harm(rows: Sequence[Row], tasks: Sequence[str], purpose: str) -> Harm | None
         off=measures.mean(scored(b) for _, b in flat),
         difference=measures.bootstrap([[scored(a) - scored(b)] for a, b in flat]),
         excess=measures.excess_harm(scores),
+        below=measures.below_quantile(scores),
+        below_off=measures.below_quantile([(off, off) for _, off in scores]),
         actions=measures.mean(a.actions for a, _ in flat),
     )
 
