@@ -129,15 +129,15 @@ def groups(tiny: bool) -> tuple[Group, ...]:
             Group("techniques", "tiny", (ours, *lacking), each_once(lacking), 1, 1),
             Group("end to end", "tiny", (hf,), (0,), 1, 1),
         )
-    three, abba = there_and_back(3), there_and_back(2)
+    abba = there_and_back(2)
     # Both sides are on the device at the same time: what a graph keeps would not fit beside the other.
     ours_large = smaller(OURS_VLLM, *(part for s in LARGE for part in ("--set", s)))
     end = {"at_once": False}
+    sampled = (TRL_VLLM, OURS_VLLM, PAIR, PAIR_FUSED, OURS_HF)
     return (
         Group("training", "135m", (TRL_FED, OURS_FED, PLAIN, FUSED), (0, 1, 2, 3, 3, 2, 1, 0), 6),
-        Group("end to end", "135m", (TRL_VLLM, OURS_VLLM, OURS_HF), three, 4, 2, **end),
+        Group("end to end", "135m", sampled, there_and_back(5), 4, 2, **end),
         Group("one step off", "135m", (TRL_VLLM, SERVER, OFF, WEIGHED, TWO), there_and_back(5), 4, 2, **end),
-        Group("servers", "135m", (TRL_VLLM, OURS_VLLM, PAIR, PAIR_FUSED), there_and_back(4), 4, 2, **end),
         Group("techniques", "135m", (OURS_FED, *ABLATIONS), each_once(ABLATIONS), 6, 2),
         Group("sampling", "135m", (OURS_VLLM, OURS_SPARE), abba, 4, 2, **end),
         Group("training", "0.5b", (TRL_FED, OURS_FED), abba, 5, 2),
