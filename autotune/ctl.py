@@ -1,6 +1,6 @@
 """`autotune ctl`: what a live run is doing, told from its journal, and a human's hand on it.
 
-`status` reads the journal and nothing else, so it works on finished, killed and copied runs alike.
+`status` reads the journal and who holds it, nothing else, so it works on finished, killed and copied runs.
 The other commands leave a file for the run (`autotune.commands`) and wait for the `command` line in
 which the run's own loop says what came of it.
 """
@@ -8,7 +8,6 @@ which the run's own loop says what came of it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -24,9 +23,9 @@ from rich.text import Text
 from autotune.commands import drop, parse
 from autotune.decisions import State
 from autotune.errors import InputError
-from autotune.journal import Line, inspect_journal
+from autotune.journal import Line, inspect_journal, is_written
 from autotune.knobs import KNOBS, expand
-from autotune.screen.marks import ACCENT, BAD, DIM, GOOD, WARN, number
+from autotune.screen.marks import ACCENT, BAD, DIM, GOOD, WARN, duration, number
 from autotune.story import Act, Event, Story, What, acts_of
 
 LAST = 5
@@ -52,7 +51,7 @@ class Status:
 
     run: str
     state: str
-    """running, paused, done, stopped, interrupted or failed."""
+    """running, paused, done, stopped, interrupted, failed, or broken off (without an end or a process)."""
     reason: str
     rollout: int
     """Finished rollouts."""
@@ -81,16 +80,18 @@ def status(run: Path) -> Status:
         JournalError: there is none, or it cannot be read.
     """
     path = journal_of(run)
+    held = is_written(path)  # before the journal is read: a run may end in between
     lines = inspect_journal(path).lines
     story = Story()
     for line in lines:
         story.add(line)
     paused, pinned = _held(story, lines)
     events, control = story.events(), story.recipe.get("control") or {}
-    end = story.end or {}
+    state, reason = ("paused" if paused else "running", "") if held else story.broken_off(path.parent)
+    end = story.end or {"status": state, "reason": reason}
     return Status(
         run=str(story.recipe.get("name") or path.parent.name),
-        state=str(end.get("status") or ("paused" if paused else "running")),
+        state=str(end.get("status", "ended")),
         reason=str(end.get("reason") or ""),
         rollout=len(story.rows),
         rollouts=int((story.recipe.get("trainer") or {}).get("rollouts", 0)),
@@ -147,10 +148,10 @@ def print_status(console: Console, found: Status) -> None:
     """State first, then the knobs that have moved or are pinned, then what was decided and said."""
     style = {"running": GOOD, "done": GOOD, "paused": WARN}.get(found.state, BAD)
     where = f"rollout {found.rollout} of {found.rollouts}"
-    quiet = "" if found.quiet_seconds is None else f", journal written {found.quiet_seconds:.0f} s ago"
+    quiet = "" if found.quiet_seconds is None else f", journal written {duration(found.quiet_seconds)} ago"
     console.print(Text.assemble((found.run, "bold"), "  ", (found.state, style), f"  {where}{quiet}"))
     if found.reason:
-        console.print(Text(f"  {found.reason}", style))
+        console.print(Text(f"  {found.reason}", style), soft_wrap=True)
     console.print(f"  control: {found.mode}" + (f", {found.controller}" if found.controller else ""))
     if found.controller == State.FROZEN:
         console.print("  tuning is frozen, emergencies are not; `autotune ctl RUN resume` thaws it")
@@ -244,20 +245,10 @@ def _must_live(path: Path) -> None:
     """A command is for a process: without one it would lie there until some later resume."""
     lines = inspect_journal(path).lines
     end = lines[-1] if lines and lines[-1]["type"] == "end" else None
-    if end is None and _is_written(path):
+    if end is None and is_written(path):
         return
     how = f"has ended ({end.get('status')})" if end else "is not being run by any process"
     raise InputError(f"{path.parent} {how}: there is nobody to obey. `autotune ctl RUN status` still works")
-
-
-def _is_written(path: Path) -> bool:
-    """Whether a process holds the journal; where locks do not exist, it is believed to."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        return False
 
 
 def _wait(path: Path, offset: int, file: Path, timeout: float) -> Answer:

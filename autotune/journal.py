@@ -229,6 +229,24 @@ def _check_version(line: Line, where: str) -> None:
         raise JournalError(f"{where}: version {line.get('v')!r}; this autotune reads {VERSION}")
 
 
+def is_written(path: str | Path) -> bool:
+    """Whether a process holds this journal: a run keeps it locked while it lasts.
+
+    Where locks do not exist it is believed to be held; a file that cannot be opened is not.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def read_journal(path: str | Path) -> list[Line]:
     """All whole lines of a journal whose chain holds.
 

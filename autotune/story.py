@@ -13,10 +13,12 @@ unknown line type, so an old reader can watch a newer run.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -232,6 +234,14 @@ class Story:
     def recipe(self) -> Line:
         """The resolved recipe of the header, empty before one was seen."""
         return self.header.get("recipe") or {}
+
+    def broken_off(self, folder: Path) -> tuple[str, str]:
+        """State and reason of a run without an end whose journal no process writes (`journal.is_written`)."""
+        next_move = f"go on with: autotune run --resume {shlex.quote(str(folder))}"
+        if kind := (self.recipe.get("trainer") or {}).get("kind"):  # only its own script can start it
+            next_move = f"start {kind} again to go on"
+        why = "no end was recorded and nobody writes the journal: it was killed, or copied"
+        return "broken off", f"{why}; {next_move}"
 
     @property
     def last(self) -> Row | None:

@@ -511,6 +511,8 @@ def test_a_run_that_nobody_runs(make: Callable[..., Run]) -> None:
     run = make()
     run.go(1)
     run.journal.close()
+    told = cli(str(run.folder), "status").output
+    assert "broken off" in told and f"autotune run --resume {run.folder}" in " ".join(told.split())
     killed = cli(str(run.folder), "pause")
     assert killed.exit_code == 2 and "is not being run by any process" in killed.output
     with Journal(run.journal.path, resume=True) as journal:

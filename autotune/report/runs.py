@@ -9,10 +9,8 @@ with the file (torn, altered) is carried along in words to be shown.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError
-from autotune.journal import Line, Reading, inspect_journal, winning_lines
+from autotune.journal import Line, Reading, inspect_journal, is_written, winning_lines
 from autotune.metrics import Validity
 from autotune.report.acts import Step, steps_of
 from autotune.story import Evaluation, Story, finite
@@ -119,23 +117,6 @@ def _next_move(file: Path) -> str:
     return f"the run ended before its first rollout; go on with: autotune run --resume {file.parent}"
 
 
-def is_written(file: Path) -> bool:
-    """Whether a process holds the journal: a run keeps it locked while it lasts."""
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
 def _run_data(file: Path, reading: Reading, lines: Sequence[Line]) -> RunData:
     story = Story()
     for line in lines:
@@ -230,11 +211,7 @@ def _status(story: Story, file: Path) -> tuple[str, str]:
         return str(story.end.get("status", "done")), str(story.end.get("reason") or "")
     if is_written(file):
         return "running", "the run is still writing its journal"
-    resume = f"go on with: autotune run --resume {file.parent}"
-    return (
-        "broken off",
-        f"no end was recorded and nobody writes the journal: it was killed, or copied; {resume}",
-    )
+    return story.broken_off(file.parent)
 
 
 def _base(recipe: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:

@@ -100,6 +100,13 @@ def test_in_progress_only_while_somebody_writes(tmp_path: Path) -> None:
     assert f"autotune run --resume {folder}" in left.reason
 
 
+def test_another_trainers_run_is_started_again_by_its_own_script(tmp_path: Path) -> None:
+    recipe = {"name": "mine", "seed": 1, "trainer": {"rollouts": 9, "kind": "trl 1.16.0"}}
+    folder = write_lines(tmp_path / "run", [{**j.header(), "recipe": recipe}, j.rollout(0)])
+    reason = read_run(folder).reason
+    assert "start trl 1.16.0 again" in reason and "--resume" not in reason
+
+
 def test_of_a_resumed_run_the_last_line_per_rollout_wins(tmp_path: Path) -> None:
     lines = [j.header(), *(j.rollout(t, {"reward_mean": 0.1}) for t in range(6))]
     lines += [{"type": "resumed", "rollout": 3, "from": 3}]
