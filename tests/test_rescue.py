@@ -63,6 +63,14 @@ def test_a_second_machine_begins_at_the_other_end(tmp_path: Path) -> None:
     assert len(plans[0]) > 1 and plans[1] == plans[0][::-1]
 
 
+def test_every_rule_left_out_has_a_run_with_all_of_them_to_be_compared_with(tmp_path: Path) -> None:
+    planned = list(command.jobs("leave_one_out", tmp_path, []))
+    whole = {(job.task, job.start, job.seed) for job in planned if job.arm == "recommended"}
+    lacking = [job for job in planned if job.arm != "recommended"]
+    assert len(lacking) == len(whole) * len(suite.LEAVE_OUT)
+    assert {(job.task, job.start, job.seed) for job in lacking} == whole
+
+
 def test_every_recipe_of_the_benchmark_is_valid(tmp_path: Path) -> None:
     """Bad is what a start may be, not invalid."""
     path = tmp_path / "empty.yaml"
@@ -445,6 +453,17 @@ def test_the_page_is_made_of_reporting_rows_alone(tmp_path: Path, monkeypatch: p
     assert "| X1 | 1 | 0.400 | 0.700 |" in text  # which rule earned what, on the task it was tuned on
     assert len(text.splitlines()) < 80  # a page
     assert (tmp_path / "docs" / "evidence.svg").read_text("utf-8").startswith("<svg")
+
+
+def test_the_published_page_follows_from_the_published_rows(tmp_path: Path) -> None:
+    """And README.md claims what the page says, word for word."""
+    rows_now = runs.load(Path(command.HERE) / "results" / "results.jsonl")
+    assert command.prove(rows_now, tmp_path) == 0
+    made = (tmp_path / "evidence.md").read_text("utf-8")
+    assert made == (runs.ROOT / "docs" / "evidence.md").read_text("utf-8")
+    claim = made.split("\n\n")[1].split(" Every goal")[0]
+    readme = (runs.ROOT / "README.md").read_text("utf-8")
+    assert claim.startswith("From ") and claim in " ".join(readme.split())
 
 
 def test_failed_runs_are_shown_by_name() -> None:

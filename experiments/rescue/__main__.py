@@ -29,7 +29,6 @@ FAMILY_B = [task for task in suite.TASKS if suite.TASKS[task].family == "B"]
 SEEDS, HARM_SEEDS, WINNER_SEEDS = 5, 75, 5
 """Per task: seeds of every start, of the well-set recipe (150 over two tasks), and of the sweep's winner."""
 CYCLE_SEEDS = suite.TUNING_SEEDS[:3]
-REAL_SEEDS = 3
 SUITES = ("cycle", "tuning", "leave_one_out", "sweep", "cpu", "gpu", "gpu_tuning")
 
 
@@ -62,7 +61,9 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
         chosen = tasks or list(suite.SMALL_TASKS)
         yield from suite.jobs_of_starts(chosen, same(chosen, CYCLE_SEEDS), "tuning")
     elif name == "leave_one_out":
-        yield from suite.jobs_of_leave_one_out((tasks or ["ops6x2"])[0], CYCLE_SEEDS, suite.COMPARED_ON)
+        task = (tasks or ["ops6x2"])[0]
+        yield from with_all_rules(task)
+        yield from suite.jobs_of_leave_one_out(task, CYCLE_SEEDS, suite.COMPARED_ON)
     elif name == "sweep":
         chosen = tasks or list(suite.SMALL_TASKS)
         yield from sweep.jobs_of_sweep(chosen)
@@ -71,10 +72,16 @@ def jobs(name: str, out: Path, tasks: Sequence[str]) -> Iterator[suite.Job]:
     elif name == "cpu":
         yield from reported(rows, tasks or FAMILY_B)
     elif name == "gpu":
-        seeds = suite.reporting_seeds(freezing.frozen(FREEZE), real.TASK, REAL_SEEDS)
+        seeds = suite.reporting_seeds(freezing.frozen(FREEZE), real.TASK, real.SEEDS)
         yield from suite.jobs_of_sums(seeds, "report", real.STARTS)
     elif name == "gpu_tuning":
-        yield from suite.jobs_of_sums(tuning[:REAL_SEEDS], "tuning", real.STARTS)
+        yield from suite.jobs_of_sums(tuning[:real.SEEDS], "tuning", real.STARTS)
+
+
+def with_all_rules(task: str) -> Iterator[suite.Job]:
+    """What every rule left out is compared with."""
+    all_arms = suite.jobs_of_starts([task], same([task], CYCLE_SEEDS), "tuning", suite.COMPARED_ON)
+    yield from (job for job in all_arms if job.arm == "recommended")
 
 
 def listed(chosen: argparse.Namespace, out: Path) -> list[suite.Job]:

@@ -67,10 +67,15 @@ def page(rows: Sequence[Row], commit: str, date: str, earlier: Sequence[str] = (
         "## Limits\n\n" + _limits(rows, tasks),
     ]
     if sums := real.of_purpose(rows, PURPOSE):
-        parts.insert(-2, f"## A real model\n\n{_REAL}\n\n{real.table(sums).rstrip()}")
+        parts.insert(-2, f"## A real model\n\n{_REAL}{_so_far(sums)}\n\n{real.table(sums).rstrip()}")
     if rules := _rules(rows):
         parts.insert(-2, rules)
     return "\n\n".join(parts) + "\n", figure.figure(rows, tasks, PURPOSE)
+
+
+def _so_far(sums: Sequence[Row]) -> str:
+    planned = len(list(suite.jobs_of_sums(range(real.SEEDS), PURPOSE, real.STARTS)))
+    return f" **{len(sums)} of {planned} runs are made so far.**" if len(sums) < planned else ""
 
 
 def _rules(rows: Sequence[Row]) -> str:

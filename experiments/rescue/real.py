@@ -13,6 +13,7 @@ from html import escape
 from experiments.rescue.runs import Row
 
 TASK = "sums"
+SEEDS = 3
 STARTS = ("well_set", "timid", "aggressive", "lr_x30")
 ARMS = ("fixed", "recommended", "shadow")
 NAMES = {"fixed": "off", "recommended": "act", "shadow": "shadow"}

@@ -28,13 +28,13 @@ def jobs(commit: str) -> list[suite.Job]:
     Args:
         commit: of the freeze, which the seeds follow from.
     """
-    seeds = suite.reporting_seeds(commit, real.TASK, rescue.REAL_SEEDS)
+    seeds = suite.reporting_seeds(commit, real.TASK, real.SEEDS)
     return list(suite.jobs_of_sums(seeds, "report", STARTS))
 
 
 def rows_of(commit: str, rows: Sequence[runs.Row]) -> list[runs.Row]:
     """The rows of this experiment among the rescue benchmark's."""
-    own = evidence.of_freeze(rows, commit, {"report": rescue.REAL_SEEDS})
+    own = evidence.of_freeze(rows, commit, {"report": real.SEEDS})
     return [row for row in real.of_purpose(own, "report") if row.start in STARTS]
 
 
