@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from autotune.journal import (
     Journal,
     comparable,
     inspect_journal,
+    is_written,
     plain,
     read_journal,
     winning_lines,
@@ -34,6 +36,18 @@ def write(path: Path, count: int = 4) -> Path:
         for t in range(count - 1):
             journal.append("rollout", t, {"reward": t / 3})
     return path
+
+
+def test_a_journal_is_written_while_somebody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Journal(tmp_path / "j") as journal:
+        assert is_written(journal.path)
+    assert not is_written(journal.path) and not is_written(tmp_path / "none")
+
+    def no_locks_here(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("autotune.journal.fcntl.flock", no_locks_here)
+    assert is_written(journal.path)  # who cannot tell does not call a live run dead
 
 
 def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:

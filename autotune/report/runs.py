@@ -86,13 +86,14 @@ def read_run(path: str | Path) -> RunData:
         JournalError: the file is damaged in its middle, or of another version.
     """
     file = journal_file(Path(path))
+    held = is_written(file)  # before the journal is read: a run may end in between
     reading = inspect_journal(file)
     lines = winning_lines(reading.lines)
     if not any(line["type"] == "rollout" for line in lines):
         raise InputError(
             f"{file} has no finished rollout yet, so there is nothing to show; {_next_move(file)}"
         )
-    return _run_data(file, reading, lines)
+    return _run_data(file, reading, lines, held)
 
 
 def journal_file(path: Path) -> Path:
@@ -117,7 +118,7 @@ def _next_move(file: Path) -> str:
     return f"the run ended before its first rollout; go on with: autotune run --resume {file.parent}"
 
 
-def _run_data(file: Path, reading: Reading, lines: Sequence[Line]) -> RunData:
+def _run_data(file: Path, reading: Reading, lines: Sequence[Line], held: bool) -> RunData:
     story = Story()
     for line in lines:
         story.add(line)
@@ -127,7 +128,7 @@ def _run_data(file: Path, reading: Reading, lines: Sequence[Line]) -> RunData:
     recipe, facts = story.recipe, story.header.get("facts") or {}
     control = recipe.get("control") or {}
     metrics, absent, faults = _metrics(rows, facts)
-    status, reason = _status(story, file)
+    status, reason = _status(story, file, held)
     vetoes, reasons = _vetoes(rows)
     name = str(recipe.get("name") or file.parent.name)
     return RunData(
@@ -206,10 +207,10 @@ def _vetoes(
     return count, newest
 
 
-def _status(story: Story, file: Path) -> tuple[str, str]:
+def _status(story: Story, file: Path, held: bool) -> tuple[str, str]:
     if story.end is not None:
         return str(story.end.get("status", "done")), str(story.end.get("reason") or "")
-    if is_written(file):
+    if held:
         return "running", "the run is still writing its journal"
     return story.broken_off(file.parent)
 
