@@ -38,7 +38,7 @@ def write(path: Path, count: int = 4) -> Path:
     return path
 
 
-def test_a_journal_is_written_while_somebody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_written_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal(tmp_path / "j") as journal:
         assert is_written(journal.path)
     assert not is_written(journal.path) and not is_written(tmp_path / "none")
