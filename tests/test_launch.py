@@ -16,6 +16,7 @@ import pytest
 from autotune import launch as launcher
 from autotune.errors import InputError
 from autotune.launch import launch
+from tests.processes import ends
 
 
 @pytest.fixture(autouse=True)
@@ -148,17 +149,7 @@ launch.launch(2, [])
         time.sleep(0.05)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while any(alive(int(file.read_text())) for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
+    assert ends(*(int(file.read_text()) for file in files))
 
 
 def test_under_another_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from autotune.errors import InputError
 from autotune.recipe.schema import ImportReward
 from autotune.trainer.rewards import Rewards, RewardTable, Surroundings, build_rewards, foreign
 from autotune.trainer.tasks.base import Example, TaskData
+from tests.processes import ends
 
 FUNCTIONS = '''
 import os, sys, time
@@ -255,9 +256,6 @@ rewards.score(["hang"], [row])
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    for _ in range(100):
-        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
-            return
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the worker outlived its parent")
+    if not ends(child, seconds=5):
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the worker outlived its parent")
