@@ -157,18 +157,24 @@ def bounded(proposal: Proposal, ctx: Context, anchor: float | None = None) -> fl
     `anchor` is where the run was last seen healthy: from then on its learning rate stays within
     [0.1, 2] x that value instead of the wide rescue range.
     """
-    spec = KNOBS[expand(proposal.knob)[0]]
-    now = ctx.knob(proposal.knob)
-    # A recipe may start outside the table's range; it is then never pushed further out.
-    value = min(max(proposal.value, min(spec.low, now)), max(spec.high, now))
+    real, now = expand(proposal.knob)[0], ctx.knob(proposal.knob)
+    value = _within(real, proposal.value, now)
     if proposal.knob == "clip_range":
-        value = now * _clip_factor(value / now, ctx)
+        value = _within(real, now * _clip_factor(value / now, ctx), now)
     if proposal.knob.endswith("learning_rate"):
         start = ctx.facts.knobs[proposal.knob]
         value = min(max(value, start / RATE_SPAN), start * RATE_SPAN)
         if anchor is not None:
             value = min(max(value, 0.1 * anchor), 2.0 * anchor)
     return _on_lattice(proposal.knob, value, ctx)
+
+
+def _within(real: str, value: float, now: float) -> float:
+    """The value within a real knob's range; who starts outside it is never pushed further out.
+
+    Asked again after every product: a rounding of 1 ulp is outside too.
+    """
+    return min(max(value, min(KNOBS[real].low, now)), max(KNOBS[real].high, now))
 
 
 def _clip_factor(factor: float, ctx: Context) -> float:
@@ -197,7 +203,7 @@ def real_values(knob: str, value: float, ctx: Context) -> dict[str, float]:
     """
     if knob == "clip_range":
         factor = value / ctx.knob(knob)
-        return {real: ctx.knobs[real] * factor for real in expand(knob)}
+        return {real: _within(real, ctx.knobs[real] * factor, ctx.knobs[real]) for real in expand(knob)}
     if knob == "rollout_micro_batch_size":
         share = int(ctx.knobs["train_batch_size"]) * int(ctx.knobs["rollout_n"]) // ctx.facts.world_size
         return {knob: value, "num_rollout_batches": share // int(value)}
