@@ -44,6 +44,14 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+if installed("hypothesis"):  # not in the environments of other trainers
+    from hypothesis import settings
+
+    # No time limit an example: the first one may import a library, and cores are shared.
+    settings.register_profile("shared_cores", deadline=None)
+    settings.load_profile("shared_cores")
+
+
 def needs_train(path: Path) -> bool:
     """Whether a test file imports, anywhere in it, something that the light core does not have."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
