@@ -80,19 +80,19 @@ def status(run: Path) -> Status:
         JournalError: there is none, or it cannot be read.
     """
     path = journal_of(run)
-    held = is_written(path)  # before the journal is read: a run may end in between
+    held = is_written(path)
     lines = inspect_journal(path).lines
     story = Story()
     for line in lines:
         story.add(line)
     paused, pinned = _held(story, lines)
     events, control = story.events(), story.recipe.get("control") or {}
-    state, reason = ("paused" if paused else "running", "") if held else story.broken_off(path.parent)
-    end = story.end or {"status": state, "reason": reason}
+    state, reason = story.state(path.parent, held)
+    live = state == "running"
     return Status(
         run=str(story.recipe.get("name") or path.parent.name),
-        state=str(end.get("status", "ended")),
-        reason=str(end.get("reason") or ""),
+        state="paused" if live and paused else state,
+        reason="" if live else reason,
         rollout=len(story.rows),
         rollouts=int((story.recipe.get("trainer") or {}).get("rollouts", 0)),
         mode=f"schedule {control['schedule']}" if control.get("schedule") else str(control.get("mode", "")),

@@ -235,8 +235,19 @@ class Story:
         """The resolved recipe of the header, empty before one was seen."""
         return self.header.get("recipe") or {}
 
-    def broken_off(self, folder: Path) -> tuple[str, str]:
-        """State and reason of a run without an end whose journal no process writes (`journal.is_written`)."""
+    def state(self, folder: Path, held: bool) -> tuple[str, str]:
+        """How the run stands, and why.
+
+        Args:
+            folder: of the run, for the command that goes on with it.
+            held: whether a process held its journal (`journal.is_written`) before the journal was read; a run
+                that ended in between has its end.
+        """
+        if self.end is not None:
+            return str(self.end.get("status", "done")), str(self.end.get("reason") or "")
+        return ("running", "the run is still writing its journal") if held else self._broken_off(folder)
+
+    def _broken_off(self, folder: Path) -> tuple[str, str]:
         next_move = f"go on with: autotune run --resume {shlex.quote(str(folder))}"
         if kind := (self.recipe.get("trainer") or {}).get("kind"):  # only its own script can start it
             next_move = f"start {kind} again to go on"

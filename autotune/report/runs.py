@@ -86,12 +86,12 @@ def read_run(path: str | Path) -> RunData:
         JournalError: the file is damaged in its middle, or of another version.
     """
     file = journal_file(Path(path))
-    held = is_written(file)  # before the journal is read: a run may end in between
+    held = is_written(file)
     reading = inspect_journal(file)
     lines = winning_lines(reading.lines)
     if not any(line["type"] == "rollout" for line in lines):
         raise InputError(
-            f"{file} has no finished rollout yet, so there is nothing to show; {_next_move(file)}"
+            f"{file} has no finished rollout yet, so there is nothing to show; {_next_move(file, held)}"
         )
     return _run_data(file, reading, lines, held)
 
@@ -112,8 +112,8 @@ def journal_file(path: Path) -> Path:
     raise InputError(f"there is no {path}; expected the folder of a run, such as runs/NAME-SEED")
 
 
-def _next_move(file: Path) -> str:
-    if is_written(file):
+def _next_move(file: Path, held: bool) -> str:
+    if held:
         return "wait for its first rollout, then ask again"
     return f"the run ended before its first rollout; go on with: autotune run --resume {file.parent}"
 
@@ -128,7 +128,7 @@ def _run_data(file: Path, reading: Reading, lines: Sequence[Line], held: bool) -
     recipe, facts = story.recipe, story.header.get("facts") or {}
     control = recipe.get("control") or {}
     metrics, absent, faults = _metrics(rows, facts)
-    status, reason = _status(story, file, held)
+    status, reason = story.state(file.parent, held)
     vetoes, reasons = _vetoes(rows)
     name = str(recipe.get("name") or file.parent.name)
     return RunData(
@@ -205,14 +205,6 @@ def _vetoes(
             count[key] += 1
             newest[key] = str(veto["reason"])
     return count, newest
-
-
-def _status(story: Story, file: Path, held: bool) -> tuple[str, str]:
-    if story.end is not None:
-        return str(story.end.get("status", "done")), str(story.end.get("reason") or "")
-    if held:
-        return "running", "the run is still writing its journal"
-    return story.broken_off(file.parent)
 
 
 def _base(recipe: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:
