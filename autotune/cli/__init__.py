@@ -56,6 +56,7 @@ def options(
     local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Keeps an LLM reinforcement-learning run healthy and fast by itself."""
+    # The launcher of DeepSpeed passes --local_rank, and sets LOCAL_RANK too, which is what is read.
 
 
 for command in (

@@ -18,8 +18,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 def console() -> Console:
+    """Standard output, without colours that nobody asked for."""
     return Console(highlight=False)
 
 
 def print_json(data: Any, indent: int | None = 2) -> None:
+    """For programs; `indent=None` keeps an object on one line."""
     print(json.dumps(data, indent=indent, ensure_ascii=False))

@@ -13,11 +13,14 @@ whole.py     a whole recipe
 
 from __future__ import annotations
 
-from autotune.recipe.schema.base import Section
+from autotune.recipe.schema.base import Count, NonNegative, Positive, Section
 from autotune.recipe.schema.control import ControlSection
 from autotune.recipe.schema.keeping import (
+    CheckpointSection,
     DeepSpeedSection,
+    EvalSection,
     FingerprintSection,
+    GroupName,
     MlflowSection,
     TrackingSection,
 )
@@ -29,9 +32,10 @@ from autotune.recipe.schema.rewards import (
     ModelReward,
     RegexReward,
     Reward,
+    RewardSection,
     TaskReward,
 )
-from autotune.recipe.schema.rollout import RolloutSection, ServerSection
+from autotune.recipe.schema.rollout import Address, RolloutSection, ServerSection
 from autotune.recipe.schema.search import AxisSection, Scalar, SweepSection, TuneSection
 from autotune.recipe.schema.tasks import (
     DigitsTask,
@@ -46,6 +50,7 @@ from autotune.recipe.schema.trainer import (
     CLIP_RANGES,
     LOSS_AVERAGES,
     CriticSection,
+    KlSection,
     LrScheduleSection,
     PackingSection,
     TrainerSection,
@@ -55,28 +60,37 @@ from autotune.recipe.schema.whole import Recipe
 __all__ = [
     "CLIP_RANGES",
     "LOSS_AVERAGES",
+    "Address",
     "AxisSection",
+    "CheckpointSection",
     "ControlSection",
+    "Count",
     "CriticSection",
     "DeepSpeedSection",
     "DigitsTask",
+    "EvalSection",
     "ExactMatchReward",
     "FileTask",
     "FingerprintSection",
+    "GroupName",
     "ImportReward",
     "JsonlTask",
+    "KlSection",
     "LoraSection",
     "LrScheduleSection",
     "MathVerifyReward",
     "MlflowSection",
     "ModelReward",
     "ModelSection",
+    "NonNegative",
     "PackingSection",
     "ParquetTask",
+    "Positive",
     "ReasoningGymTask",
     "Recipe",
     "RegexReward",
     "Reward",
+    "RewardSection",
     "RolloutSection",
     "Scalar",
     "Section",
