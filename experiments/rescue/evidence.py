@@ -104,8 +104,8 @@ def _method(rows: Sequence[Row], tasks: Sequence[str], commit: str, date: str, e
         else ""
     )
     return (
-        f"Rules and gains were frozen at commit {commit[:12]} on {date}; the seeds of every run here are"
-        f" hashes of that commit.{before} All {len(own)} reporting runs are in"
+        f"Rules and gains were frozen at commit {commit[:12]} on {date}; the seeds of every reporting"
+        f" run are hashes of that commit.{before} All {len(own)} reporting runs are in"
         f" `experiments/rescue/results/results.jsonl`, {failed} of them failed and counted as nothing learnt."
         "\n\nThe score J is the mean reward over the last sixth of a run's tokens, on prompts that were not"
         " trained on. Regret is (best − J) / (best − untrained): 0 equals the sweep's winner on fresh seeds,"
